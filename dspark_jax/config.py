@@ -1,0 +1,292 @@
+"""What a drafter is (DSparkConfig, read from a checkpoint's config.json) and how to draft with it (DraftConfig)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+HEAD_TYPES = ("vanilla", "gated", "rnn")
+METHODS = ("greedy", "probabilistic")
+OUTPUTS = ("tokens", "logits", "candidates")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def invalid(field: str, found: object, expected: str) -> ValueError:
+    """Build the one form of error for bad input: the field, the value found and what was expected."""
+    return ValueError(f"{field}: found {found!r}, expected {expected}")
+
+
+def check_int(field: str, value: object, low: int, high: int | None = None) -> int:
+    """Return `value` as an int in [low, high]; bools and floats are refused."""
+    bound = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise invalid(field, value, bound)
+    number = int(value.__index__())  # type: ignore[attr-defined]
+    if number < low or (high is not None and number > high):
+        raise invalid(field, number, bound)
+    return number
+
+
+def check_bool(field: str, value: object) -> bool:
+    """Return `value`, which must be true or false (JSON has both; 0 and "false" are refused)."""
+    if not isinstance(value, bool):
+        raise invalid(field, value, "true or false")
+    return value
+
+
+def check_float(field: str, value: object, *, above: float, expected: str) -> float:
+    """Return `value` as a finite float greater than `above`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
+        raise invalid(field, value, expected)
+    return float(value)
+
+
+def check_choice(field: str, value: object, choices: tuple[str, ...]) -> str:
+    """Return `value`, which must be one of `choices`."""
+    if value not in choices:
+        raise invalid(field, value, "one of " + ", ".join(choices))
+    return str(value)
+
+
+def dtype_name(field: str, value: object) -> str:
+    """Name one of the float dtypes a head may have, given its name ("torch." allowed), type or dtype."""
+    name = value if isinstance(value, str) else getattr(value, "name", None) or getattr(value, "__name__", None)
+    short = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "f32": "float32", "fp32": "float32"}
+    text = str(name).removeprefix("torch.")
+    text = short.get(text, text)
+    if text not in DTYPES:
+        raise invalid(field, value, "one of " + ", ".join(DTYPES))
+    return text
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSparkConfig:
+    """A drafter's description: the facts of its head, independent of the checkpoint family they came from.
+
+    Attributes:
+        vocab_size: V, the target's vocabulary; anchors, previous tokens and emitted tokens are ids of it.
+        draft_vocab_size: Vd, the rows of the LM head and of markov_w2. Vd < V needs a draft-to-target table; Vd > V
+            without one is padding, whose columns are never drafted.
+        hidden_size: H of the drafter's hidden states.
+        block_size: slots of a block; with `sample_from_anchor` each slot drafts, else slot 0 (the anchor) does not.
+        mask_token_id: the target id that stands in the block's undrafted slots.
+        markov_rank: r; 0 means no Markov head (a plain parallel drafter).
+        markov_head_type: "vanilla", "gated" or "rnn"; None exactly when markov_rank is 0.
+        enable_confidence_head, confidence_head_with_markov: the confidence head, and whether it reads markov_w1(prev).
+        final_logit_softcapping: cap c of c * tanh(x / c) on base logits; None for no cap.
+        logit_scale: factor on the base logits, before the cap.
+        sample_from_anchor: whether slot 0 drafts.
+        target_layer_ids: target layers whose outputs feed the drafter (id k = output of layer k); may be empty.
+        num_target_layers: the target's depth; None where unknown.
+        rope_theta: rotary base of the drafter's layers; None where unknown.
+        dtype: the dtype that the checkpoint says it was stored in; the tensors decide.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    block_size: int
+    mask_token_id: int
+    draft_vocab_size: int | None = None
+    markov_rank: int = 0
+    markov_head_type: str | None = None
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    final_logit_softcapping: float | None = None
+    logit_scale: float = 1.0
+    sample_from_anchor: bool = True
+    target_layer_ids: tuple[int, ...] = ()
+    num_target_layers: int | None = None
+    rope_theta: float | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field; the errors name the field, the value found and what was expected."""
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        for name in ("vocab_size", "hidden_size", "block_size"):
+            put(name, check_int(name, getattr(self, name), 1))
+        put("mask_token_id", check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1))
+        size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        put("draft_vocab_size", check_int("draft_vocab_size", size, 1))
+        put("markov_rank", check_int("markov_rank", self.markov_rank, 0))
+        if self.markov_rank == 0 and self.markov_head_type is not None:
+            raise invalid("markov_head_type", self.markov_head_type, "None, since markov_rank is 0")
+        if self.markov_rank > 0:
+            check_choice("markov_head_type", self.markov_head_type, HEAD_TYPES)
+        for name in ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"):
+            check_bool(name, getattr(self, name))
+        if self.confidence_head_with_markov and not self.enable_confidence_head:
+            raise invalid("confidence_head_with_markov", True, "false, since enable_confidence_head is false")
+        if self.confidence_head_with_markov and self.markov_rank == 0:
+            raise invalid("confidence_head_with_markov", True, "false, since markov_rank is 0 (there is no markov_w1)")
+        if self.final_logit_softcapping is not None:
+            cap = check_float("final_logit_softcapping", self.final_logit_softcapping, above=0, expected="a number > 0")
+            put("final_logit_softcapping", cap)
+        put("logit_scale", check_float("logit_scale", self.logit_scale, above=0, expected="a number > 0"))
+        if self.rope_theta is not None:
+            put("rope_theta", check_float("rope_theta", self.rope_theta, above=0, expected="a number > 0"))
+        if self.num_target_layers is not None:
+            put("num_target_layers", check_int("num_target_layers", self.num_target_layers, 1))
+        self._check_layer_ids()
+        if self.max_steps < 1:
+            raise invalid("block_size", self.block_size, "at least 2 when sample_from_anchor is false")
+        if self.dtype is not None:
+            put("dtype", dtype_name("dtype", self.dtype))
+
+    def _check_layer_ids(self) -> None:
+        ids = self.target_layer_ids
+        if not isinstance(ids, list | tuple):
+            raise invalid("target_layer_ids", ids, "a list of layer numbers")
+        # -1 selects the embedding output; the last layer's output is not a tap (the reference refuses it as well).
+        top = None if self.num_target_layers is None else self.num_target_layers - 1
+        checked = tuple(check_int("target_layer_ids", i, -1, top) for i in ids)
+        if any(b <= a for a, b in zip(checked, checked[1:], strict=False)):
+            raise invalid("target_layer_ids", list(ids), "strictly increasing layer numbers")
+        object.__setattr__(self, "target_layer_ids", checked)
+
+    @property
+    def max_steps(self) -> int:
+        """The most draft steps S that the checkpoint was trained for."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def Vd(self) -> int:
+        """The draft vocabulary's size (never None after construction)."""
+        assert self.draft_vocab_size is not None
+        return self.draft_vocab_size
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> DSparkConfig:
+        """Read the DeepSpec layout of config.json: flat keys, or nested once in `dspark_config`.
+
+        Raises:
+            ValueError: a field is missing, out of range, or given twice with different values.
+        """
+        get = _Lookup(raw)
+        rank = check_int("markov_rank", get("markov_rank", 0), 0)
+        confidence = check_bool("enable_confidence_head", get("enable_confidence_head", False))
+        with_markov = get("confidence_head_with_markov", False)
+        if with_markov is True and rank == 0:
+            raise invalid("confidence_head_with_markov", True, "false, since markov_rank is 0 (there is no markov_w1)")
+        return cls(
+            vocab_size=get.required("vocab_size"),
+            hidden_size=get.required("hidden_size"),
+            block_size=get.required("block_size"),
+            mask_token_id=get.required("mask_token_id"),
+            draft_vocab_size=get("draft_vocab_size"),
+            markov_rank=rank,
+            markov_head_type=get("markov_head_type", "vanilla") if rank else None,
+            enable_confidence_head=confidence,
+            confidence_head_with_markov=check_bool("confidence_head_with_markov", with_markov) and confidence,
+            final_logit_softcapping=get("final_logit_softcapping"),
+            logit_scale=get("logit_scale", 1.0),
+            sample_from_anchor=get("sample_from_anchor", True),
+            target_layer_ids=get("target_layer_ids", ()),
+            num_target_layers=get("num_target_layers"),
+            rope_theta=read_rope_theta(raw),
+            dtype=get("dtype", raw.get("torch_dtype")),
+        )
+
+
+class _Lookup:
+    """Reads keys from the top level of config.json and from a nested `dspark_config`; null counts as absent."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        nested = raw.get("dspark_config") or {}
+        if not isinstance(nested, Mapping):
+            raise invalid("dspark_config", nested, "an object")
+        self.flat, self.nested = raw, nested
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        outer, inner = self.flat.get(key), self.nested.get(key)
+        if outer is not None and inner is not None and outer != inner:
+            raise invalid(key, outer, f"the value {inner!r} that dspark_config has, or the key in one place only")
+        value = inner if outer is None else outer
+        return default if value is None else value
+
+    def required(self, key: str) -> Any:
+        value = self(key)
+        if value is None:
+            raise invalid(key, None, "a value in config.json")
+        return value
+
+
+def read_rope_theta(raw: Mapping[str, Any]) -> float | None:
+    """Read the rotary base from `rope_theta` or `rope_parameters` (flat or per layer type); a conflict is an error."""
+    parameters = raw.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise invalid("rope_parameters", parameters, "an object")
+    if isinstance(parameters.get("full_attention"), Mapping):
+        parameters = parameters["full_attention"]
+    nested, flat = parameters.get("rope_theta"), raw.get("rope_theta")
+    if nested is not None and flat is not None and nested != flat:
+        raise invalid("rope_theta", flat, f"the value {nested!r} that rope_parameters has, or the key in one place only")
+    value = flat if nested is None else nested
+    return None if value is None else check_float("rope_theta", value, above=0, expected="a number > 0")
+
+
+def read_json_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read config.json of a checkpoint directory as raw JSON (never through a model class, which rewrites fields)."""
+    path = os.path.join(directory, "config.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            raw = json.load(file)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file; a checkpoint directory holds config.json") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: found {type(raw).__name__}, expected a JSON object")
+    return raw
+
+
+def check_topk(topk: object, draft_vocab_size: int | None) -> int | None:
+    """Return k as an int in [1, Vd], or None for dense."""
+    return None if topk is None else check_int("topk", topk, 1, draft_vocab_size)
+
+
+def check_min_confidence(value: object) -> float | None:
+    """Return the confidence threshold in [0, 1], or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise invalid("min_confidence", value, "a number from 0 to 1")
+    return float(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftConfig:
+    """How a server drafts: everything static about one jitted drafting function.
+
+    Attributes:
+        num_speculative_tokens: S, drafted tokens per block.
+        draft_topk: k candidates per step, or None for the full draft vocabulary.
+        draft_sample_method: "greedy" (argmax) or "probabilistic" (Gumbel-max at a per-request temperature).
+        outputs: "tokens", "logits" (corrected rows over the target vocabulary) or "candidates" (ids and logits, k wide).
+        logits_dtype: dtype of the corrected logits; None takes the head's.
+        min_confidence: prune a block at the first step whose confidence is below it; None keeps all steps.
+    """
+
+    num_speculative_tokens: int
+    draft_topk: int | None = None
+    draft_sample_method: str = "greedy"
+    outputs: str = "tokens"
+    logits_dtype: str | None = None
+    min_confidence: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field; the errors name the field, the value found and what was expected."""
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put("num_speculative_tokens", check_int("num_speculative_tokens", self.num_speculative_tokens, 1))
+        if self.draft_topk is not None:
+            put("draft_topk", check_int("draft_topk", self.draft_topk, 1))
+        check_choice("draft_sample_method", self.draft_sample_method, METHODS)
+        check_choice("outputs", self.outputs, OUTPUTS)
+        if self.outputs == "candidates" and self.draft_topk is None:
+            raise invalid("outputs", "candidates", "a draft_topk beside it")
+        if self.logits_dtype is not None:
+            put("logits_dtype", dtype_name("logits_dtype", self.logits_dtype))
+        put("min_confidence", check_min_confidence(self.min_confidence))
