@@ -1,3 +1,18 @@
-"""dspark_jax: the DSpark speculative-decoding drafter for JAX."""
+"""dspark_jax: the DSpark speculative-decoding drafter for JAX.
+
+The data's way: config.py -> checkpoint/ -> heads.py -> candidates.py -> draft.py (the scan; api.py calls it) -> verify.py.
+"""
+
+from .api import draft_block as draft_block
+from .api import draft_from_logits as draft_from_logits
+from .api import make_buffer as make_buffer
+from .api import make_draft_fn as make_draft_fn
+from .api import make_draft_from_logits_fn as make_draft_from_logits_fn
+from .api import teacher_forced_logits as teacher_forced_logits
+from .config import DraftConfig as DraftConfig
+from .config import DSparkConfig as DSparkConfig
+from .types import DraftBlock as DraftBlock
+from .types import DraftBuffer as DraftBuffer
+from .types import DraftSampling as DraftSampling
 
 __version__ = "0.1.0"

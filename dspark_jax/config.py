@@ -223,7 +223,9 @@ def read_rope_theta(raw: Mapping[str, Any]) -> float | None:
         parameters = parameters["full_attention"]
     nested, flat = parameters.get("rope_theta"), raw.get("rope_theta")
     if nested is not None and flat is not None and nested != flat:
-        raise invalid("rope_theta", flat, f"the value {nested!r} that rope_parameters has, or the key in one place only")
+        raise invalid(
+            "rope_theta", flat, f"the value {nested!r} that rope_parameters has, or the key in one place only"
+        )
     value = flat if nested is None else nested
     return None if value is None else check_float("rope_theta", value, above=0, expected="a number > 0")
 

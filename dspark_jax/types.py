@@ -33,7 +33,7 @@ class DraftSampling:
     data_fields=["tokens", "num_draft", "valid", "confidence_logits", "logits", "candidate_ids", "candidate_logits"],
     meta_fields=["method"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftBlock:
     """A drafted block. All ids are target ids; logits are corrected (base + Markov bias) and before temperature.
 
@@ -52,10 +52,10 @@ class DraftBlock:
     tokens: jax.Array
     num_draft: jax.Array
     valid: jax.Array
-    confidence_logits: jax.Array | None
-    logits: jax.Array | None
-    candidate_ids: jax.Array | None
-    candidate_logits: jax.Array | None
+    confidence_logits: jax.Array | None = None
+    logits: jax.Array | None = None
+    candidate_ids: jax.Array | None = None
+    candidate_logits: jax.Array | None = None
     method: str
 
     @property
