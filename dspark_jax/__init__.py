@@ -9,6 +9,7 @@ from .api import make_buffer as make_buffer
 from .api import make_draft_fn as make_draft_fn
 from .api import make_draft_from_logits_fn as make_draft_from_logits_fn
 from .api import teacher_forced_logits as teacher_forced_logits
+from .checkpoint.load import load_head as load_head
 from .config import DraftConfig as DraftConfig
 from .config import DSparkConfig as DSparkConfig
 from .types import DraftBlock as DraftBlock

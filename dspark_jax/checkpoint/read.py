@@ -1,0 +1,269 @@
+"""Safetensors files and sharded directories, read without PyTorch and without trusting them.
+
+A file is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, and the tensors' bytes. Every
+claim of the header is checked against the file's size before anything is allocated; tensors are mapped one at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+# 32 MiB hold about 250 thousand tensors, more than any released checkpoint; longer headers cost seconds to parse.
+MAX_HEADER = 1 << 25
+MAX_INDEX = 1 << 26
+MAX_DIMS = 32
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: header dtype name, shape, file, and first and last (exclusive) byte in that file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: str
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's data."""
+        return self.stop - self.start
+
+
+def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
+    """Read and check the header of one safetensors file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a regular file, not safetensors, truncated, or a claim that contradicts the file: the message
+            names the file and the tensor.
+    """
+    path = os.fspath(path)
+    try:
+        mode, size = (status := os.stat(path)).st_mode, status.st_size
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path!r}: cannot be read ({error})") from None
+    if not stat.S_ISREG(mode):  # opening a pipe or a device would hang
+        raise ValueError(f"{path}: not a regular file")
+    if size < 8:
+        raise ValueError(f"{path}: found {size} bytes, expected a safetensors file (8 bytes of header length first)")
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            raise ValueError(
+                f"{path}: header length {length} lies beyond the file ({size} bytes); truncated or not safetensors"
+            )
+        if length > MAX_HEADER:
+            raise ValueError(f"{path}: header length {length}, expected at most {MAX_HEADER}")
+        header = parse_json_object(path, file.read(length))
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{path}: __metadata__: expected an object of strings")
+    data_start = 8 + length
+    infos = {name: _tensor_info(path, name, entry, data_start, size) for name, entry in header.items()}
+    _check_coverage(path, infos, data_start, size)
+    return infos
+
+
+def parse_json_object(path: str, text: bytes) -> dict[str, Any]:
+    """Parse a JSON object; a repeated key is an error, since readers disagree on which value counts."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            keys = [key for key, _ in pairs]
+            repeated = next(key for key in result if keys.count(key) > 1) if len(keys) < 10_000 else "?"
+            raise ValueError(f"key {repeated!r} is given twice")
+        return result
+
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise ValueError(f"{path}: not valid JSON ({str(error)[:200]})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: found {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
+
+
+def _tensor_info(path: str, name: str, entry: object, data_start: int, size: int) -> TensorInfo:
+    where = f"{path}: tensor {name[:200]!r}"
+    if not name or not name.isprintable():
+        raise ValueError(f"{where}: expected a name of printable characters")
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{where}: expected exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{where}: found dtype {str(dtype)[:40]!r}, expected one of {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_count, shape)):
+        raise ValueError(f"{where}: found shape {str(shape)[:80]}, expected at most {MAX_DIMS} sizes >= 0")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
+        raise ValueError(f"{where}: found data_offsets {str(offsets)[:80]}, expected [begin, end]")
+    start, stop = data_start + offsets[0], data_start + offsets[1]
+    if not start <= stop <= size:
+        raise ValueError(f"{where}: bytes {start} to {stop} do not lie in the file ({size} bytes); truncated?")
+    wanted = math.prod(shape) * DTYPES[dtype].itemsize
+    if wanted != stop - start:
+        raise ValueError(f"{where}: {dtype} {shape} needs {wanted} bytes, data_offsets give {stop - start}")
+    return TensorInfo(dtype, tuple(shape), path, start, stop)
+
+
+def _check_coverage(path: str, infos: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
+    """The format allows neither overlaps nor holes: each byte of the data belongs to one tensor."""
+    end, previous = data_start, "the header"
+    for name, info in sorted(infos.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if info.start != end:
+            word = "overlaps" if info.start < end else "leaves a hole after"
+            raise ValueError(
+                f"{path}: tensor {name!r} (bytes {info.start} to {info.stop}) {word} {previous} (ends at {end})"
+            )
+        end, previous = info.stop, repr(name)
+    if end != size:
+        raise ValueError(f"{path}: {size - end} bytes after the last tensor belong to none")
+
+
+class TensorFiles(Mapping[str, TensorInfo]):
+    """The tensors of a checkpoint: name -> TensorInfo, and `read` for the data.
+
+    One file, a directory with model.safetensors.index.json (then only the shards that hold asked-for names are opened,
+    and stray files beside them are not looked at), a directory with model.safetensors, or with exactly one other
+    safetensors file. Names come from the index without opening a shard.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._headers: dict[str, dict[str, TensorInfo]] = {}
+        if not os.path.isdir(self.path):
+            self.directory = os.path.dirname(self.path) or "."
+            if self.path.endswith(".index.json"):
+                self._shard_of = _read_index(self.path)
+                return
+        else:
+            self.directory = self.path
+            if os.path.exists(index := os.path.join(self.path, INDEX_FILE)):
+                self._shard_of = _read_index(index)
+                return
+            self.path = _only_file(self.path)
+        shard = os.path.basename(self.path)
+        self._headers[shard] = read_header(self.path)
+        self._shard_of = dict.fromkeys(self._headers[shard], shard)
+
+    def __len__(self) -> int:
+        return len(self._shard_of)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shard_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shard_of
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        shard = self._shard_of[name]
+        if shard not in self._headers:
+            self._headers[shard] = self._open_shard(shard)
+        return self._headers[shard][name]
+
+    @property
+    def opened(self) -> list[str]:
+        """Names of the files whose headers have been read so far."""
+        return sorted(self._headers)
+
+    def _open_shard(self, shard: str) -> dict[str, TensorInfo]:
+        path = os.path.join(self.directory, shard)
+        listed = {name for name, file in self._shard_of.items() if file == shard}
+        if not os.path.exists(path):
+            raise FileNotFoundError(
+                f"{path}: missing shard; the index places {len(listed)} tensors in it, {some(listed)}"
+            )
+        header = read_header(path)
+        if missing := listed - set(header):
+            raise ValueError(f"{path}: lacks tensors that the index places in it: {some(missing)}")
+        if extra := set(header) - listed:
+            raise ValueError(f"{path}: holds tensors that the index does not place in it: {some(extra)}")
+        return header
+
+    def read(self, name: str) -> np.ndarray:
+        """Map one tensor read-only: an array whose pages are read when touched and given back when it is dropped."""
+        info = self[name]
+        dtype = DTYPES[info.dtype]
+        if info.nbytes == 0:
+            return np.zeros(info.shape, dtype)
+        if os.path.getsize(info.path) < info.stop:  # touching pages beyond the end would kill the process
+            raise ValueError(f"{info.path}: has become shorter since it was opened")
+        # One map per tensor: a map of the whole file would keep every page touched so far resident.
+        raw = np.memmap(info.path, np.uint8, "r", info.start, info.nbytes).view(np.ndarray)
+        if info.dtype == "BOOL" and raw.max() > 1:
+            raise ValueError(f"{info.path}: tensor {name!r}: BOOL bytes other than 0 and 1")
+        return raw.view(dtype).reshape(info.shape)
+
+
+def some(names: Any, limit: int = 20) -> str:
+    """List names in order, at most `limit` of them and a count of the others."""
+    ordered = sorted(names)
+    tail = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + tail
+
+
+def _only_file(directory: str) -> str:
+    if os.path.exists(path := os.path.join(directory, SINGLE_FILE)):
+        return path
+    found = sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
+    if len(found) != 1:
+        what = f"{len(found)} safetensors files without an index ({some(found, 5)})" if found else "no safetensors file"
+        raise FileNotFoundError(f"{directory}: found {what}, expected {SINGLE_FILE} or {INDEX_FILE}")
+    return os.path.join(directory, found[0])
+
+
+def _read_index(path: str) -> dict[str, str]:
+    """Read name -> shard; shard names must be plain file names of the index's own directory."""
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: not a regular file")
+    if (size := os.path.getsize(path)) > MAX_INDEX:
+        raise ValueError(f"{path}: {size} bytes, expected at most {MAX_INDEX}")
+    with open(path, "rb") as file:
+        weight_map = parse_json_object(path, file.read()).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{path}: weight_map: found {type(weight_map).__name__}, expected an object")
+    for name, shard in weight_map.items():
+        plain = isinstance(shard, str) and shard.endswith(".safetensors") and shard.isprintable()
+        if not plain or os.path.basename(shard) != shard or "\\" in shard or not name.isprintable():
+            where = f"{path}: weight_map[{name[:200]!r}]"
+            raise ValueError(f"{where}: found {str(shard)[:200]!r}, expected a plain .safetensors file name")
+    return weight_map

@@ -1,0 +1,74 @@
+"""Embedding and LM head borrowed from the target's own shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import read_json_config
+from .read import TensorFiles, some
+
+# Exact names under which targets store the two matrices; multimodal wrappers nest the language model.
+LM_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "head.weight")
+EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "language_model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "model.embed.weight",
+    "embed.weight",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Borrowed:
+    """A target tensor: its files and name, and how it was found ("target" or "target, tied to the embedding")."""
+
+    files: TensorFiles
+    name: str
+    origin: str
+
+
+def find_in_target(path: str | os.PathLike[str]) -> dict[str, Borrowed]:
+    """Find the target's LM head and embedding: {"lm_head.weight": ..., "embed_tokens.weight": ...}.
+
+    Whether the head is the embedding matrix is read from the target's config and tensor names; a drafter's own
+    tie_word_embeddings says nothing about the target.
+
+    Raises:
+        ValueError: neither an LM head nor tied embeddings, or two spellings of one of them.
+    """
+    raw, files = read_json_config(path), TensorFiles(path)
+    head, embedding = _one_of(files, LM_HEADS), _one_of(files, EMBEDDINGS)
+    found: dict[str, Borrowed] = {}
+    if embedding is not None:
+        found["embed_tokens.weight"] = Borrowed(files, embedding, "target")
+    if head is not None:
+        found["lm_head.weight"] = Borrowed(files, head, "target")
+    elif embedding is not None and _is_tied(raw):
+        found["lm_head.weight"] = Borrowed(files, embedding, "target, tied to the embedding")
+    elif embedding is not None:
+        raise ValueError(
+            f"{os.fspath(path)}: tie_word_embeddings is false and there is no LM head tensor "
+            f"(looked for {', '.join(LM_HEADS)})"
+        )
+    else:
+        raise ValueError(f"{os.fspath(path)}: holds neither LM head nor embedding; its tensors are {some(files, 5)}")
+    return found
+
+
+def _one_of(files: TensorFiles, names: tuple[str, ...]) -> str | None:
+    present = [name for name in names if name in files]
+    if len(present) > 1:
+        raise ValueError(f"{files.path}: two spellings of one tensor: {', '.join(present)}")
+    return present[0] if present else None
+
+
+def _is_tied(raw: Mapping[str, Any]) -> bool:
+    """Say whether the target ties its head; without the key, a target that stores no head can only be a tied one."""
+    text = raw.get("text_config")
+    flags = [raw.get("tie_word_embeddings"), text.get("tie_word_embeddings") if isinstance(text, Mapping) else None]
+    return next((flag for flag in flags if isinstance(flag, bool)), True)
