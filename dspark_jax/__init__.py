@@ -1,6 +1,7 @@
 """dspark_jax: the DSpark speculative-decoding drafter for JAX.
 
-The data's way: config.py -> checkpoint/ -> heads.py -> candidates.py -> draft.py (the scan; api.py calls it) -> verify.py.
+The data's way: config.py -> checkpoint/ -> heads.py -> candidates.py -> draft.py (the scan, called by api.py) ->
+verify.py.
 """
 
 from .api import draft_block as draft_block

@@ -23,14 +23,14 @@ from .types import DraftBlock, DraftBuffer, DraftSampling
 _STATIC = ("topk", "outputs", "logits_dtype")
 
 
-def _from_hidden(head, hidden, anchor, draw, buffer, min_confidence, **static):  # noqa: ANN
+def _from_hidden(head, hidden, anchor, draw, buffer, min_confidence, **static):
     """Draft from batch-major hidden states [B, S, H]; the base logits are produced step-major, never transposed."""
     hidden = jnp.swapaxes(hidden, 0, 1)
     base = head.base_logits(hidden, static["logits_dtype"])
     return draft(head, base, anchor, hidden, draw, buffer, min_confidence, **static)
 
 
-def _from_logits(head, base_logits, anchor, draw, hidden, min_confidence, **static):  # noqa: ANN
+def _from_logits(head, base_logits, anchor, draw, hidden, min_confidence, **static):
     """Draft from step-major base logits [S, B, Vd]."""
     hidden = None if hidden is None else jnp.swapaxes(hidden, 0, 1)
     return draft(head, base_logits, anchor, hidden, draw, None, min_confidence, **static)[0]
@@ -184,7 +184,7 @@ def teacher_forced_logits(head: DSparkHead, hidden: Any, prev_ids: Any) -> jax.A
 
 
 def make_buffer(head: DSparkHead, config: DraftConfig, batch: int) -> DraftBuffer | None:
-    """Return the DraftBuffer that a function of make_draft_fn takes: for top-k rows with outputs="logits", else None."""
+    """Return the DraftBuffer for a function of make_draft_fn: for top-k rows with outputs="logits", else None."""
     static = _static(_check_head(head), config.draft_topk, config.outputs, config.logits_dtype)
     if config.draft_topk is None or config.outputs != "logits":
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -143,7 +144,7 @@ class DSparkConfig:
         # -1 selects the embedding output; the last layer's output is not a tap (the reference refuses it as well).
         top = None if self.num_target_layers is None else self.num_target_layers - 1
         checked = tuple(check_int("target_layer_ids", i, -1, top) for i in ids)
-        if any(b <= a for a, b in zip(checked, checked[1:], strict=False)):
+        if any(b <= a for a, b in itertools.pairwise(checked)):
             raise invalid("target_layer_ids", list(ids), "strictly increasing layer numbers")
         object.__setattr__(self, "target_layer_ids", checked)
 
@@ -267,7 +268,7 @@ class DraftConfig:
         num_speculative_tokens: S, drafted tokens per block.
         draft_topk: k candidates per step, or None for the full draft vocabulary.
         draft_sample_method: "greedy" (argmax) or "probabilistic" (Gumbel-max at a per-request temperature).
-        outputs: "tokens", "logits" (corrected rows over the target vocabulary) or "candidates" (ids and logits, k wide).
+        outputs: "tokens", "logits" (corrected rows over the target vocabulary) or "candidates" (k ids and logits).
         logits_dtype: dtype of the corrected logits; None takes the head's.
         min_confidence: prune a block at the first step whose confidence is below it; None keeps all steps.
     """

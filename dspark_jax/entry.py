@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .config import invalid
 from .types import DraftSampling
@@ -19,7 +20,7 @@ from .types import DraftSampling
 def as_array(field: str, value: Any) -> np.ndarray | jax.Array:
     """Return `value` as a NumPy or JAX array; ragged or non-numeric input is refused."""
     if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        return value  # an abstract array passes through, for lowering without data
+        return value  # type: ignore[return-value]  # an abstract array passes through, for lowering without data
     try:
         array = np.asarray(value)
     except ValueError:
@@ -74,7 +75,7 @@ def _host_values(array: np.ndarray | jax.Array, free: Any) -> np.ndarray | None:
     """Return the values where checking costs nothing or cannot be skipped; None for tracers and the `free` dtype."""
     if isinstance(array, np.ndarray):
         return array
-    if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct) or array.dtype == free:
+    if isinstance(array, Tracer | jax.ShapeDtypeStruct) or array.dtype == free:
         return None
     return np.asarray(array)
 

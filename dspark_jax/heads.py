@@ -1,7 +1,7 @@
 """The sequential head as Flax modules: Markov heads, confidence head and the DSparkHead that holds them.
 
-Every Markov head is one map (state, prev, hidden) -> (state, latent z in R^r), and a bias is always latent times rows of
-markov_w2: all rows (`bias`) or chosen rows (`bias_at`). Head kinds, projections and sampling methods therefore compose.
+Every Markov head is one map (state, prev, hidden) -> (state, latent z in R^r), and a bias is always latent times rows
+of markov_w2: all rows (`bias`) or chosen rows (`bias_at`). So head kinds, projections and sampling methods compose.
 
     e = markov_w1[prev]                                                   prev is a target id
     vanilla: z = e

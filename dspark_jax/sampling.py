@@ -1,9 +1,9 @@
 """Counter-based noise and token choice: every random number is a pure function of what it is for.
 
-A noise word depends on (request seed, position of the block's first drafted token, step, stream, target token id) and on
-nothing else, so a request draws the same tokens in any row of any batch, dense or over candidates, sharded or not:
+A noise word depends on (request seed, position of the block's first drafted token, step, stream, target token id) and
+on nothing else, so a request draws the same tokens in any row of any batch, dense or over candidates, sharded or not:
 
-    word = first output of threefry2x32 (20 rounds) with key = (seed, position), counter = (token id, stream * 2**16 + step)
+    word = first output of threefry2x32-20 for key (seed, position), counter (token id, stream * 2**16 + step)
 
 Threefry: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The words are stable across releases;
 floats made from them may differ in the last bit between kernels. docs/noise.md lists known-answer vectors.
@@ -76,7 +76,7 @@ def is_greedy(temperature: jax.Array) -> jax.Array:
 
 
 def safe_temperature(temperature: jax.Array) -> jax.Array:
-    """Return divisors that never give NaN: 1 for greedy rows, at most 1e30 (an infinite one would turn -inf into NaN)."""
+    """Return divisors that never give NaN: 1 in greedy rows, at most 1e30 (infinity would turn -inf into NaN)."""
     return jnp.where(is_greedy(temperature), 1.0, jnp.minimum(temperature, 1e30)).astype(jnp.float32)
 
 
@@ -93,13 +93,12 @@ def scores(logits: jax.Array, temperature: jax.Array, bits: jax.Array) -> jax.Ar
 def choose(score: jax.Array, ids: jax.Array | None = None) -> jax.Array:
     """Return the slot of each row's largest score; among equals the one with the lowest id.
 
-    NaN counts as -inf and a row without any finite score yields its lowest id, so that the slot always exists.
+    The slot exists whatever the row holds; a row with NaN, or with nothing finite, is for the caller to flag.
 
     Args:
         score: float32 [B, n].
         ids: int32 [B, n], distinct within a row; None where slots are in ascending order of id.
     """
-    score = jnp.where(jnp.isnan(score), -jnp.inf, score)
     if ids is None:
         return jnp.argmax(score, axis=1).astype(jnp.int32)
     best = jnp.max(score, axis=1, keepdims=True)
