@@ -1,4 +1,4 @@
-"""The drafter's parallel backbone: one pass over a block of anchor and mask tokens gives every draft step's hidden state.
+"""The drafter's parallel backbone: one pass over anchor and mask tokens gives the hidden states of all draft steps.
 
     context  = hidden_norm(fc([target taps]))                            one row per accepted position
     K_l, V_l = k_proj_l, v_proj_l of [context ; block]                   l = 0 .. L - 1, keys normed and rotated

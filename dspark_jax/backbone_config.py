@@ -1,4 +1,4 @@
-"""Geometry of a stack of transformer layers (BackboneConfig): the drafter's backbone and the Qwen3 target both have one."""
+"""Geometry of a stack of transformer layers: BackboneConfig, which the drafter's backbone and the Qwen3 target share."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class BackboneConfig:
         rope_theta, rope_type, rope_factor, partial_rotary_factor: rotary base; "linear" divides the frequencies by
             rope_factor; "proportional" rotates only the fastest partial_rotary_factor of the frequency pairs.
         rope_interleaved: pairs are (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ...
-        windows: sliding window of each layer (a key at distance >= window is hidden), None for full attention; one entry
-            per layer.
+        windows: sliding window of each layer (a key at distance >= window is hidden), None for full attention.
         causal: whether a block's token sees only earlier tokens of the block. Drafters are bidirectional by default.
         max_position_embeddings: the most positions the checkpoint allows; None where unknown.
     """
@@ -98,7 +97,7 @@ class BackboneConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, causal: bool | None = None) -> BackboneConfig:
-        """Read the geometry from a drafter's or a target's config.json (flat, or in transformer_layer_config/text_config).
+        """Read the geometry from config.json: flat, or nested in transformer_layer_config or text_config.
 
         Args:
             raw: config.json as read.
@@ -110,7 +109,10 @@ class BackboneConfig:
         layer = raw.get("transformer_layer_config") or raw.get("text_config") or raw
         if not isinstance(layer, Mapping):
             raise invalid("transformer_layer_config", layer, "an object")
-        get = lambda key, default=None: default if layer.get(key) is None else layer[key]  # noqa: E731
+
+        def get(key: str, default: Any = None) -> Any:
+            return default if layer.get(key) is None else layer[key]
+
         gemma = _is_gemma4(raw, layer)
         for name in ("enable_moe_block", "hidden_size_per_layer_input", "num_experts", "num_kv_shared_layers"):
             if gemma and get(name):

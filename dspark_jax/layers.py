@@ -1,7 +1,7 @@
 """Transformer layers shared by the drafter's backbone and the target: norms, rotary positions, attention, MLP.
 
-T tokens per request, N heads, D head size. Weights keep the stored orientation [out, in]; products accumulate in float32
-and round once to the activations' dtype; norms, rotation and softmax are float32 inside.
+T tokens per request, N heads, D head size. Weights keep the stored orientation [out, in]; products accumulate in
+float32 and round once to the activations' dtype; norms, rotation and softmax are float32 inside.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
 def rope_frequencies(config: BackboneConfig) -> np.ndarray:
     """Return the angle per position of each rotary pair, float32 [head_dim / 2].
 
-    theta^(-2i / head_dim); "linear" divides by the factor; "proportional" keeps the fastest partial_rotary_factor of the
-    pairs and leaves the others unrotated (the exponent's divisor stays head_dim).
+    theta^(-2i / head_dim); "linear" divides by the factor; "proportional" keeps the fastest partial_rotary_factor of
+    the pairs and leaves the others unrotated (the exponent's divisor stays head_dim).
     """
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float32) / half) / np.float32(config.rope_factor)
