@@ -18,8 +18,8 @@ from . import candidates, sampling
 from .heads import DSparkHead, bias, bias_at
 from .types import DraftBlock, DraftBuffer, DraftSampling
 
-# A projection corrects one step's row: (rows, step, latent or None) -> (rows, logits float32 [B, n]); `rows` is what the
-# scan carries of the corrected logits, () where nobody asks for them.
+# A projection corrects one step's row: (rows, step, latent or None) -> (rows, logits float32 [B, n]); `rows` is what
+# the scan carries of the corrected logits, () where nobody asks for them.
 Projection = Callable[[Any, jax.Array, jax.Array | None], tuple[Any, jax.Array]]
 
 
@@ -156,12 +156,15 @@ def _corrected_rows(base: jax.Array, keep: bool, dtype: Any) -> tuple[Any, Calla
     rows = base if in_place else jnp.zeros(base.shape, dtype) if keep else ()
 
     def correct(rows: Any, step: jax.Array, added: jax.Array | None) -> tuple[Any, jax.Array]:
-        row = lax.dynamic_index_in_dim(rows if in_place else base, step, keepdims=False).astype(jnp.float32)
-        logits = round_to(row if added is None else row + added, dtype)
+        # Slabs [1, B, n] read and written at one non-negative start fuse in place; a row [B, n] would be copied first.
+        start, size = (step, jnp.int32(0), jnp.int32(0)), (1, *base.shape[1:])
+        slab = lax.dynamic_slice(rows if in_place else base, start, size, allow_negative_indices=False)
+        logits = slab.astype(jnp.float32) if added is None else slab.astype(jnp.float32) + added[None]
+        logits = round_to(logits, dtype)
         if keep:
-            rows = lax.dynamic_update_index_in_dim(rows, logits.astype(dtype), step, 0)
-            logits = lax.dynamic_index_in_dim(rows, step, keepdims=False).astype(jnp.float32)
-        return rows, logits
+            rows = lax.dynamic_update_slice(rows, logits.astype(dtype), start, allow_negative_indices=False)
+            logits = lax.dynamic_slice(rows, start, size, allow_negative_indices=False)
+        return rows, logits[0].astype(jnp.float32)
 
     return rows, correct
 
@@ -170,6 +173,8 @@ def _choose(logits: jax.Array, ids: jax.Array | None, step: jax.Array, draw: Dra
     """Return the drafted target ids int32 [B]; ids are [B, n], ascending [n], or None where slots are ids."""
     score = logits
     if draw is not None:
+        # Without the barrier XLA hoists a [B, n] part of the generator out of the scan and keeps it.
+        draw, step = lax.optimization_barrier((draw, step))
         named = jnp.arange(logits.shape[1], dtype=jnp.int32) if ids is None else ids
         bits = sampling.noise_bits(draw.seed[:, None], draw.position[:, None], step, sampling.DRAFT, named)
         score = sampling.scores(logits, draw.temperature, bits)
