@@ -13,8 +13,11 @@ from .api import teacher_forced_logits as teacher_forced_logits
 from .checkpoint.load import load_head as load_head
 from .config import DraftConfig as DraftConfig
 from .config import DSparkConfig as DSparkConfig
+from .target_filter import TargetFilter as TargetFilter
 from .types import DraftBlock as DraftBlock
 from .types import DraftBuffer as DraftBuffer
 from .types import DraftSampling as DraftSampling
+from .verify import Verified as Verified
+from .verify import verify_block as verify_block
 
 __version__ = "0.1.0"
