@@ -1,0 +1,83 @@
+"""Pallas (Triton) kernel: the k best of a few thousand elements per row, one program per row, all in registers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .dispatch import WHOLE, load, pallas_call, power_of_two, store
+from .keys import key_dtype, to_keys
+
+MOST = 32768  # elements a program holds in registers
+
+
+def fits(V: int, k: int) -> bool:
+    """Say whether rows of V columns can be selected with this kernel."""
+    from .select import group_size
+
+    size = group_size(V, k)
+    return V <= MOST if size is None else max(-(-V // size), k * size) <= MOST
+
+
+def pick_kernel(
+    x: jax.Array,
+    k: int,
+    groups: jax.Array | None = None,
+    size: int | None = None,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Pick the k largest elements of each row, ties to the lowest id.
+
+    Args:
+        x: [R, n] floats, or unsigned keys of them.
+        k: how many to pick, static.
+        groups: int32 [R, k] ascending, the groups of `size` neighbouring columns to look into; None looks at all.
+
+    Returns:
+        keys [R, k] (unsigned, see keys.py) and column ids int32 [R, k], ascending by id.
+    """
+    R, n = x.shape
+    word = key_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+    bits = jnp.iinfo(word).bits
+    count = n if groups is None else k * size
+    lanes = power_of_two(count)
+
+    def kernel(*refs):  # noqa: ANN002, ANN202
+        x_ref, *groups_ref, key_ref, id_ref = refs
+        row = pl.program_id(0)
+        lane = lax.broadcasted_iota(jnp.int32, (lanes,), 0)
+        live = lane < count
+        ids = lane
+        if groups_ref:
+            group = load(groups_ref[0], (row, lane // size), live, 0)
+            ids = group * size + lane % size
+            live &= ids < n
+        value = load(x_ref, (row, ids), live, 0)
+        key = (to_keys(value) if jnp.issubdtype(value.dtype, jnp.floating) else value).astype(jnp.uint32)
+        key = jnp.where(live, key, jnp.uint32(0))
+
+        def refine(i, found):  # noqa: ANN001, ANN202
+            raised = found | (jnp.uint32(1) << (jnp.uint32(bits - 1) - i.astype(jnp.uint32)))
+            reach = jnp.sum((key >= raised).astype(jnp.int32))
+            return jnp.where(reach >= k, raised, found)
+
+        threshold = lax.fori_loop(0, bits, refine, jnp.uint32(0))
+        above, tie = (key > threshold).astype(jnp.int32), (key == threshold).astype(jnp.int32)
+        needed = k - jnp.sum(above)
+        keep = (above == 1) | ((tie == 1) & (jnp.cumsum(tie) <= needed))
+        # The interpreter writes masked lanes too: they go to a column of their own there.
+        slot = jnp.where(keep, jnp.cumsum(keep.astype(jnp.int32)) - 1, k)
+        store(key_ref, (row, slot), key.astype(word), keep)
+        store(id_ref, (row, slot), ids, keep)
+
+    width = k + 1 if interpret else k
+    operands = (x,) if groups is None else (x, groups)
+    keys, ids = pallas_call(
+        kernel, name="dspark_pick", interpret=interpret, grid=(R,), in_specs=[WHOLE] * len(operands),
+        out_specs=[WHOLE] * 2, num_warps=max(4, min(16, lanes // 1024)),
+        out_shape=[jax.ShapeDtypeStruct((R, width), word), jax.ShapeDtypeStruct((R, width), jnp.int32)],
+    )(*operands)  # fmt: skip
+    return keys[:, :k], ids[:, :k]

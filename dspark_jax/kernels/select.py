@@ -1,0 +1,118 @@
+"""Exact top-k selection without a sort over the vocabulary.
+
+Group the columns by G = 16 neighbours. If a group is not among the k with the largest maxima (ties: lowest group), then
+k other groups hold an element that precedes all of its own in the order (value descending, id ascending): none of its
+elements is selected. So the k best groups hold the k best elements, and two small selections replace a large one:
+
+    read x once -> V/G maxima;   k best of V/G groups;   gather k*G elements;   k best of those;   sort k pairs
+
+No threshold is guessed, nothing can overflow, and ties, NaN and -inf need no special case (keys.py). `pick`, the small
+selection, finds the k-th largest key digit by digit and compacts; on GPUs it exists in XLA operations and as a Pallas
+kernel (pick.py). TPUs take lax.top_k, the CPU takes its partial sort on the groups.
+
+R rows, V columns, k selected.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import pick
+from .dispatch import choose_form, on_platform
+from .keys import key_dtype, to_keys, to_values
+
+GROUP = 16
+DIGIT = 4  # bits of a key found per pass over it
+
+
+def select_topk(x: jax.Array, k: int, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Return the k largest values of each row, descending, ties to the lowest id.
+
+    -0 equals +0 (and comes out as +0); NaN of either sign is the largest value.
+
+    Args:
+        x: [R, V] bfloat16, float16 or float32.
+        k: 1 <= k <= V, static.
+        implementation: "xla", "pallas", or None (see dispatch.py); which form runs is settled when the program is
+            lowered for a platform.
+
+    Returns:
+        values [R, k] in the dtype of x, ids int32 [R, k], distinct within a row.
+    """
+    form = choose_form("select", implementation)
+    kernel = form == "pallas" and pick.fits(x.shape[1], k)
+    gpu = partial(_select, k=k, small=pick.pick_kernel if kernel else pick_xla)
+    interpreted = partial(_select, k=k, small=partial(pick.pick_kernel, interpret=True)) if kernel else None
+    return on_platform(x, gpu=gpu, cpu=interpreted or partial(top_k, k=k), other=interpreted or partial(top_k, k=k))
+
+
+def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Select with lax.top_k: the reference of every other form, and the default on TPUs."""
+    ordered = jnp.where(jnp.isnan(x), jnp.array(jnp.nan, x.dtype), jnp.where(x == 0, jnp.zeros_like(x), x))
+    if x.dtype != jnp.float32:
+        ordered = ordered.astype(jnp.float32)  # exact, and XLA's CPU partial sort knows float32 alone
+    values, ids = lax.top_k(ordered, k)
+    return values.astype(x.dtype), ids
+
+
+def group_size(V: int, k: int) -> int | None:
+    """Return the columns per group, or None where grouping would not shrink the row enough to pay."""
+    return GROUP if 2 * GROUP * k <= V else None
+
+
+def _select(x: jax.Array, k: int, small) -> tuple[jax.Array, jax.Array]:  # noqa: ANN001
+    """Select by groups with `small(keys or x, k, groups, G) -> (keys [R, k], ids [R, k] ascending)`."""
+    R, V = x.shape
+    groups, size = None, group_size(V, k)
+    if size is not None:
+        n = -(-V // size)
+        padded = jnp.pad(to_keys(x), ((0, 0), (0, n * size - V)))  # key 0 is below every float
+        _, groups = small(jnp.max(padded.reshape(R, n, size), axis=2), k)
+    keys, ids = small(x, k, groups, size)
+    # Ids ascend within equal keys, and the inverted keys are distinct from them: a sort of k pairs restores the order.
+    inverted, ids = lax.sort((~keys, ids), dimension=1, num_keys=2)
+    return to_values(~inverted, x.dtype), ids
+
+
+def pick_xla(
+    x: jax.Array, k: int, groups: jax.Array | None = None, size: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Pick the k best columns of each row in XLA operations; see `pick.pick_kernel` for arguments and result."""
+    R, n = x.shape
+    if groups is None:
+        keys, ids = x, lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    else:
+        assert size is not None
+        ids = (groups[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(R, k * size)
+        keys = jnp.take_along_axis(x, jnp.minimum(ids, n - 1), axis=1)
+    if jnp.issubdtype(keys.dtype, jnp.floating):
+        keys = to_keys(keys)
+    if groups is not None:
+        keys = jnp.where(ids < n, keys, jnp.zeros_like(keys))
+    threshold = kth_largest(keys, k)[:, None]
+    above, tie = keys > threshold, keys == threshold
+    needed = k - jnp.sum(above, axis=1, keepdims=True, dtype=jnp.int32)
+    keep = above | (tie & (jnp.cumsum(tie, axis=1, dtype=jnp.int32) <= needed))
+    slot = jnp.where(keep, jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1, k)
+    row = lax.broadcasted_iota(jnp.int32, slot.shape, 0)
+    place = lambda v: jnp.zeros((R, k), v.dtype).at[row, slot].set(v, mode="drop", unique_indices=True)  # noqa: E731
+    return place(keys), place(ids)
+
+
+def kth_largest(keys: jax.Array, k: int) -> jax.Array:
+    """Return the k-th largest of each row of unsigned keys [R, n], digit by digit: one read of the keys per digit."""
+    bits = jnp.iinfo(keys.dtype).bits
+    found = jnp.zeros(keys.shape[:1], jnp.uint32)
+    for shift in range(bits - DIGIT, -1, -DIGIT):
+        steps = [found + jnp.uint32(d << shift) for d in range(1, 1 << DIGIT)]
+        reach = [(keys.astype(jnp.uint32) >= s[:, None]).astype(jnp.int32) for s in steps]
+        zeros = [jnp.int32(0)] * len(reach)
+        # One reduction with 15 results reads the keys once; 15 reductions would read them 15 times.
+        counts = lax.reduce(reach, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], (1,))
+        digit = sum((c >= k).astype(jnp.uint32) for c in counts)
+        found = found + (digit << jnp.uint32(shift))
+    return found.astype(keys.dtype)

@@ -1,0 +1,162 @@
+"""One dense draft step in one pass: product, addition, rounding, store and the choice of the token.
+
+    e[b]       = latents[prev[b]]                      zeros where prev is outside the table
+    row[b, :]  = round(base[step, b, :] + e[b] @ w2.T)     f32 sum, rounded once to the dtype of the rows
+    token[b]   = the id with the largest score; valid[b] = no NaN and something finite in the row
+
+The kernel reads w2 once for all requests, its slab of base, and writes the slab in place in the whole [S, B, n] buffer (a
+kernel called on a slice of it would be given a copy) and per block of columns one score, id and flags; `best_of_blocks`
+reduces those. It knows of no head and no generator: `latents` is any table with a row per previous token (markov_w1 for a
+vanilla head; the [B, r] latents themselves with prev = arange(B) for others) and `score` turns rows into what is maximised.
+
+S steps, B requests, n columns (draft ids), r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .dispatch import WHOLE, load, pallas_call, power_of_two, rounded, store
+
+# (rows float32 [b, m], ids int32 [b, m], step, draw: leaves [b]) -> scores float32 [b, m]; None maximises the rows.
+Score = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array] | None
+
+NO_ID = jnp.iinfo(jnp.int32).max
+RANK_CHUNK = 256  # of the product's inner axis at a time
+BATCH_TILE = 64
+
+
+def dense_step(
+    base: jax.Array,
+    rows: jax.Array | None,
+    step: jax.Array,
+    prev: jax.Array,
+    latents: jax.Array,
+    w2: jax.Array,
+    *,
+    keep: bool,
+    dtype: Any,
+    live: int | None = None,
+    target_ids: jax.Array | None = None,
+    draw: Any = None,
+    score: Score = None,
+    interpret: bool = False,
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """Correct rows[step] and choose a token per request.
+
+    Args:
+        base: [S, B, n] base logits.
+        rows: [S, B, n] of `dtype` to write to, or None to write into base itself (which must have `dtype`).
+        step: int32 [], the slab; prev: int32 [B], row of `latents` for each request.
+        latents: [m, r] and w2: [n, r], of one dtype.
+        keep: whether the corrected rows are written at all.
+        dtype: what corrected values are rounded to.
+        live: columns from here on never win and count for nothing (they are written as -inf); None for all.
+        target_ids: int32 [n], ascending ids that columns stand for; None where they are the columns.
+        draw, score: per-request leaves [B] and the function that scores with them.
+
+    Returns:
+        The written buffer (None unless keep), tokens int32 [B] (target ids), valid bool [B].
+    """
+    S, B, n = base.shape
+    r = w2.shape[1]
+    live = n if live is None else live
+    block = 128 if w2.dtype.itemsize == 2 else 64
+    blocks = pl.cdiv(n, block)
+    tile = min(BATCH_TILE, power_of_two(B, 16))
+    leaves, tree = jax.tree.flatten(draw)
+    in_place = keep and rows is None
+    operands = [step[None].astype(jnp.int32), prev, latents, w2, base, *leaves]
+    if target_ids is not None:
+        operands.append(target_ids)
+    if keep and rows is not None:
+        operands.append(rows)
+
+    def kernel(*refs):  # noqa: ANN002, ANN202
+        inputs, outputs = refs[: len(operands)], refs[len(operands) :]
+        step_ref, prev_ref, latent_ref, w2_ref, base_ref, *rest = inputs
+        top_ref, code_ref = outputs[-2:]
+        j, s = pl.program_id(0), step_ref[0]
+        column = j * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
+        inside = column < n
+        ids = column if target_ids is None else load(rest[len(leaves)], (column,), inside, NO_ID)
+        chunk = min(RANK_CHUNK, power_of_two(r, 16))
+        parts = [q * chunk + lax.broadcasted_iota(jnp.int32, (chunk,), 0) for q in range(pl.cdiv(r, chunk))]
+        weights = [load(w2_ref, (column[:, None], p[None, :]), inside[:, None] & (p < r)[None, :], 0) for p in parts]
+
+        def one_tile(i, _):  # noqa: ANN001, ANN202
+            b = i * tile + lax.broadcasted_iota(jnp.int32, (tile,), 0)
+            row = load(prev_ref, (b,), b < B, -1)
+            known = (row >= 0) & (row < latents.shape[0])
+            mask = (b < B)[:, None] & inside[None, :]
+            place = (s, b[:, None], column[None, :])
+            x = load(base_ref, place, mask, 0).astype(jnp.float32)
+            for p, weight in zip(parts, weights, strict=True):
+                e = load(latent_ref, (row[:, None], p[None, :]), known[:, None] & (p < r)[None, :], 0)
+                precision = lax.Precision.HIGHEST if w2.dtype == jnp.float32 else None
+                x += jnp.dot(e, weight.T, preferred_element_type=jnp.float32, precision=precision)
+            x = jnp.where((column < live)[None, :], rounded(x, dtype, interpret), -jnp.inf)
+            if keep:
+                store(outputs[0], place, x.astype(dtype), mask)
+            drawn = jax.tree.unflatten(tree, [load(ref, (b,), b < B, 0) for ref in rest[: len(leaves)]])
+            top, code = summarize(x, ids[None, :], (column < live)[None, :], s, drawn, score)
+            store(top_ref, (j, b), top, b < B)
+            store(code_ref, (j, b), code, b < B)
+
+        lax.fori_loop(0, pl.cdiv(B, tile), one_tile, None)
+
+    summary = [jax.ShapeDtypeStruct((blocks, B), jnp.float32), jax.ShapeDtypeStruct((blocks, B), jnp.int32)]
+    written = [jax.ShapeDtypeStruct((S, B, n), dtype)] if keep else []
+    aliases = {4 if in_place else len(operands) - 1: 0} if keep else {}
+    *buffer, top, code = pallas_call(
+        kernel, name="dspark_dense_step", interpret=interpret, grid=(blocks,), num_warps=4 if tile < 64 else 8,
+        in_specs=[WHOLE] * len(operands), out_specs=[WHOLE] * (2 + len(written)), out_shape=written + summary,
+        input_output_aliases=aliases,
+    )(*operands)  # fmt: skip
+    tokens, valid = best_of_blocks(top, code)
+    return (buffer[0] if keep else None), tokens, valid
+
+
+def summarize(
+    x: jax.Array, ids: jax.Array, counted: jax.Array, step: jax.Array, draw: Any, score: Score
+) -> tuple[jax.Array, jax.Array]:
+    """Reduce rows [b, m] to (best score [b], code [b]) where code = 4 * id + 2 * holds NaN + holds a finite value.
+
+    Scores of NaN count as -inf; among equals the lowest id wins; columns that are not `counted` count for nothing.
+    """
+    ids = jnp.broadcast_to(ids, x.shape)
+    scores = x if score is None else score(x, ids, step, draw)
+    scores = jnp.where(counted & (scores == scores), scores, -jnp.inf)
+    top = jnp.max(scores, axis=1)
+    lowest = jnp.min(jnp.where(counted & (scores == top[:, None]), ids, NO_ID // 4), axis=1)
+    finite = jnp.max((counted & (jnp.abs(x) < jnp.inf)).astype(jnp.int32), axis=1)
+    broken = jnp.max((counted & (x != x)).astype(jnp.int32), axis=1)
+    return top, 4 * lowest + 2 * broken + finite
+
+
+def better(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Combine two summaries (score, code): the higher score, then the lower id; flags of both."""
+    (top_a, code_a), (top_b, code_b) = a, b
+    id_a, id_b = code_a >> 2, code_b >> 2
+    take_b = (top_b > top_a) | ((top_b == top_a) & (id_b < id_a))
+    return jnp.maximum(top_a, top_b), 4 * jnp.where(take_b, id_b, id_a) + ((code_a | code_b) & 3)
+
+
+NOTHING = (-jnp.inf, 4 * (NO_ID // 4))  # the summary of no columns
+
+
+def unpack(code: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Split a code into (token int32, valid bool)."""
+    return code >> 2, (code & 3) == 1
+
+
+def best_of_blocks(top: jax.Array, code: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Reduce the summaries [blocks, B] of a row's blocks to (token [B], valid [B]), in one reduction."""
+    start = (jnp.float32(NOTHING[0]), jnp.int32(NOTHING[1]))
+    return unpack(lax.reduce((top, code), start, better, (0,))[1])

@@ -1,0 +1,365 @@
+"""Count what a compiled GPU program moves and launches, from its optimized HLO text; no GPU is needed.
+
+Rules (docs/gpu_report.md explains them): every scheduled instruction that does work is one kernel; a kernel moves the
+operands it reads plus the outputs it writes; an operand touched only through slices or gathers counts what those touch,
+in 32-byte sectors; an in-place update counts the update; a loop body counts times its known trip count; a conditional
+counts its most expensive branch. Pallas kernels, which HLO shows as opaque calls, count what `KERNELS` says of them; the
+tests hold those formulas to the loads and stores that the kernels make.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+
+SECTOR = 32
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4} | {
+    "s64": 8, "u64": 8, "f64": 8, "c64": 8, "token": 0, "opaque": 0, "s4": 1, "u4": 1, "f8e4m3fn": 1, "f8e5m2": 1,
+}  # fmt: skip
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"} | {
+    "opt-barrier", "copy-done", "async-done", "async-update", "all-reduce-done", "all-gather-done",
+}  # fmt: skip
+# Elementwise with one operand: a slice behind them still touches only the slice.
+TRANSPARENT = {"bitcast", "reshape", "convert", "copy", "negate", "abs", "bitcast-convert", "not"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An array's element type and dimensions."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return self.elements * BYTES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One HLO instruction; `shapes` has one entry, or one per element of a tuple."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    inside: str  # the text between the operand parentheses (a parameter's number)
+    attributes: str
+    root: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all results."""
+        return sum(shape.nbytes for shape in self.shapes)
+
+    def called(self, key: str) -> str | None:
+        """Name of the computation in attribute `key` (calls, body, to_apply, ...)."""
+        found = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        return found.group(1) if found else None
+
+
+Computation = dict[str, Instruction]
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A parsed HLO module."""
+
+    computations: Mapping[str, Computation]
+    entry: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasCall:
+    """An opaque Pallas (Triton) call: its kernel's name, operand shapes and result shapes."""
+
+    kernel: str
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+
+
+@dataclasses.dataclass
+class Work:
+    """What a piece of a program costs. `items` lists (bytes, launches, description) per instruction."""
+
+    nbytes: int = 0
+    kernels: int = 0
+    items: list[tuple[int, int, str]] = dataclasses.field(default_factory=list)
+    branches: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+
+    def add(self, other: Work, times: int = 1) -> None:
+        """Add another piece, executed `times` times."""
+        self.nbytes += other.nbytes * times
+        self.kernels += other.kernels * times
+        self.items += [(size * times, count * times, text) for size, count, text in other.items]
+        self.branches += other.branches
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """Read `f32[2,3]{1,0}` or a tuple of such."""
+    found = re.findall(r"(\w+)\[([\d,]*)\]", text)
+    return tuple(Shape(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in found if dtype in BYTES)
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    raise ValueError(f"unbalanced parentheses: {text[start : start + 80]!r}")
+
+
+def parse_instruction(line: str) -> Instruction | None:
+    """Read one line of a computation; None where it holds no instruction."""
+    found = re.match(r"\s*(ROOT\s+)?%?([\w.\-]+) = ", line)
+    if not found:
+        return None
+    rest = re.sub(r"/\*.*?\*/", "", line[found.end() :])
+    cut = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    shapes, rest = parse_shapes(rest[:cut]), rest[cut:].lstrip()
+    opening = rest.index("(")
+    closing = _closing(rest, opening)
+    inside = rest[opening + 1 : closing]
+    operands = () if rest[:opening] == "constant" else tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(
+        found[2], rest[:opening], shapes, operands, inside, rest[closing + 1 :], found[1] is not None
+    )  # fmt: skip
+
+
+def parse_module(text: str) -> Module:
+    """Read an HLO module in text form (`compiled.as_text()`)."""
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.split("\n"):
+        header = re.match(r"(ENTRY\s+)?%?([\w.\-]+) \(.*\{\s*$", line)
+        if header and not line.startswith(" "):
+            current = computations.setdefault(header[2], {})
+            entry = header[2] if header[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (instruction := parse_instruction(line)) is not None:
+            current[instruction.name] = instruction
+    if not entry:
+        raise ValueError("no ENTRY computation in the HLO text")
+    return Module(computations, entry)
+
+
+def _sectors(contiguous: int) -> int:
+    return -(-contiguous // SECTOR) * SECTOR
+
+
+def _run(shape: Shape, part: tuple[int, ...]) -> int:
+    """Bytes of the longest contiguous piece when `part` elements per axis of `shape` (row-major) are touched."""
+    size = BYTES[shape.dtype]
+    for whole, some in zip(reversed(shape.dims), reversed(part), strict=True):
+        size *= some
+        if some != whole:
+            break
+    return size
+
+
+def _pieces(shape: Shape, part: tuple[int, ...]) -> int:
+    """Bytes in whole sectors of touching `part` elements per axis of an array, never more than all of it."""
+    run = _run(shape, part)
+    total = math.prod(part) * BYTES[shape.dtype]
+    return min(shape.nbytes, total // run * _sectors(run) if run else 0)
+
+
+def slice_bytes(shape: Shape, instruction: Instruction) -> int:
+    """Bytes that a slice, dynamic-slice or gather touches in its operand of `shape`."""
+    out = instruction.shapes[0]
+    if instruction.opcode == "slice":
+        bounds = [[int(n) for n in part.split(":")] for part in re.findall(r"\[([\d:]+)\]", instruction.attributes)]
+        # A stride leaves gaps, but what is fetched is sectors: axes strided within a sector count as if contiguous.
+        size = BYTES[shape.dtype]
+        part, step = [], bounds[-1][2] if bounds and len(bounds[-1]) > 2 else 1
+        for low, high, *stride in bounds:
+            part.append(-(-(high - low) // (stride[0] if stride else 1)))
+        if step > 1:
+            whole = math.prod(part[:-1]) * (bounds[-1][1] - bounds[-1][0]) * size
+            return min(whole, math.prod(part) * SECTOR)
+        return _pieces(shape, tuple(part))
+    if instruction.opcode == "gather":
+        sizes = re.search(r"slice_sizes=\{([\d,]*)\}", instruction.attributes)
+        part = tuple(int(n) for n in sizes[1].split(",") if n) if sizes else ()
+        return out.elements // max(math.prod(part), 1) * _pieces(shape, part)
+    return _pieces(shape, out.dims)
+
+
+def _users(computation: Computation, name: str) -> list[Instruction]:
+    return [i for i in computation.values() if name in i.operands]
+
+
+def read_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes of fused parameter `instruction` that its computation reads."""
+    shape, total = instruction.shapes[0], 0
+    pending = [instruction]
+    while pending:
+        node = pending.pop()
+        for user in _users(computation, node.name):
+            first = user.operands[0] == node.name and user.operands.count(node.name) == 1
+            # A slice behind a reshape is measured in the reshaped array.
+            if user.opcode in ("slice", "dynamic-slice", "gather") and first:
+                total += slice_bytes(dataclasses.replace(node.shapes[0], dtype=shape.dtype), user)
+            elif user.opcode in ("dynamic-update-slice", "scatter") and first:
+                pass  # updated in place: what is kept is not read
+            elif user.opcode in TRANSPARENT and user.shapes[0].elements == shape.elements:
+                if user.root:
+                    return shape.nbytes
+                pending.append(user)
+            elif user.opcode == "fusion" and (name := user.called("calls")):
+                inner = module.computations[name]
+                for i, operand in enumerate(user.operands):
+                    if operand == node.name:
+                        total += read_bytes(module, inner, parameters(inner)[i])
+            elif user.opcode == "tuple":
+                pass  # handed on, not read
+            else:
+                return shape.nbytes
+    return min(total, shape.nbytes)
+
+
+def parameters(computation: Computation) -> list[Instruction]:
+    """Parameters of a computation in order."""
+    return sorted((i for i in computation.values() if i.opcode == "parameter"), key=lambda i: int(i.inside))
+
+
+def root_of(computation: Computation) -> Instruction:
+    """Root instruction of a computation."""
+    return next(i for i in computation.values() if i.root)
+
+
+def update_bytes(computation: Computation, update: Instruction) -> int:
+    """Bytes an in-place dynamic-update-slice or scatter writes."""
+    shape = update.shapes[0]
+    if update.opcode == "dynamic-update-slice":
+        return _pieces(shape, computation[update.operands[1]].shapes[0].dims)
+    written = [computation[name].shapes[0] for name in update.operands[len(update.shapes) * 2 - len(update.shapes) + 1 :]]
+    window = re.search(r"update_window_dims=\{([\d,]*)\}", update.attributes)
+    axes = [int(n) for n in window[1].split(",") if n] if window else []
+    return sum(s.elements // max(w := math.prod(s.dims[a] for a in axes), 1) * _sectors(w * BYTES[s.dtype]) for s in written)
+
+
+def write_bytes(module: Module, computation: Computation, node: Instruction) -> int:
+    """Bytes written by root `node` of a fused computation."""
+    while node.opcode in ("bitcast", "reshape"):
+        node = computation[node.operands[0]]
+    if node.opcode == "tuple":
+        return sum(write_bytes(module, computation, computation[name]) for name in dict.fromkeys(node.operands))
+    if node.opcode in ("dynamic-update-slice", "scatter"):
+        return update_bytes(computation, node)
+    if node.opcode == "parameter":
+        return 0
+    if node.opcode == "fusion" and (name := node.called("calls")):
+        inner = module.computations[name]
+        return write_bytes(module, inner, root_of(inner))
+    return node.nbytes
+
+
+def pallas_call(instruction: Instruction, operands: tuple[Shape, ...]) -> PallasCall | None:
+    """Recognise an opaque Pallas (Triton) call."""
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    if not target or "triton" not in target[1]:
+        return None
+    # The backend configuration is a dictionary whose entry `name` is the kernel function's name.
+    name = re.search(r'\bname\s*[=:]\s*\\?"([\w.\-]+)\\?"', instruction.attributes)
+    return PallasCall(name[1] if name else "?", operands, instruction.shapes)
+
+
+Rule = Callable[[PallasCall], int]
+
+
+def instruction_work(module: Module, computation: Computation, node: Instruction, rules: Mapping[str, Rule]) -> Work:
+    """Cost of one scheduled instruction."""
+    if node.opcode in FREE:
+        return Work()
+    if node.opcode == "while":
+        trips = re.search(r'known_trip_count\W+n\W+(\d+)', node.attributes)
+        if trips is None:
+            raise ValueError(f"while loop {node.name} has no known trip count")
+        work = Work()
+        work.add(computation_work(module, node.called("body") or "", rules), int(trips[1]))
+        return work
+    if node.opcode == "conditional":
+        names = re.search(r"branch_computations=\{([^}]*)\}", node.attributes)
+        listed = names[1] if names else " ".join(filter(None, map(node.called, ("true_computation", "false_computation"))))
+        branches = [computation_work(module, n, rules) for n in re.findall(r"[\w.\-]+", listed)]
+        worst = max(branches, key=lambda w: w.nbytes)
+        worst.branches.append(tuple(w.nbytes for w in branches))
+        return worst
+    if node.opcode in ("call", "async-start") and (name := node.called("to_apply") or node.called("calls")):
+        return computation_work(module, name, rules)
+    operands = tuple(s for name in node.operands for s in computation[name].shapes)
+    if (call := pallas_call(node, operands)) is not None:
+        if call.kernel not in rules:
+            raise ValueError(f"no byte rule for the Pallas kernel {call.kernel!r}")
+        size = rules[call.kernel](call)
+    elif node.opcode == "fusion":
+        inner = module.computations[node.called("calls") or ""]
+        size = sum(read_bytes(module, inner, p) for p in parameters(inner)) + write_bytes(module, inner, root_of(inner))
+    elif node.opcode in ("slice", "dynamic-slice", "gather"):
+        indices = sum(computation[n].nbytes for n in node.operands[1:])
+        size = slice_bytes(operands[0], node) + node.nbytes + indices
+    elif node.opcode in ("dynamic-update-slice", "scatter"):
+        size = update_bytes(computation, node) + sum(computation[n].nbytes for n in node.operands[1:])
+    elif node.opcode == "custom-call":
+        # cuBLAS lists its scratch space as an s8 result; it is no traffic of the mathematics.
+        size = sum(computation[n].nbytes for n in node.operands) + sum(s.nbytes for s in node.shapes if s.dtype != "s8")
+    elif node.opcode == "copy-start":
+        size = 2 * node.shapes[0].nbytes
+    elif node.opcode in ("broadcast", "iota"):
+        size = node.nbytes
+    else:
+        size = sum(computation[n].nbytes for n in node.operands) + node.nbytes
+    label = call.kernel if call else (node.called("calls") or node.opcode)
+    return Work(size, 1, [(size, 1, f"{node.name} ({label})")])
+
+
+def computation_work(module: Module, name: str, rules: Mapping[str, Rule]) -> Work:
+    """Cost of all instructions of a scheduled computation."""
+    work = Work()
+    computation = module.computations[name]
+    for node in computation.values():
+        work.add(instruction_work(module, computation, node, rules))
+    return work
+
+
+def sorted_lengths(module: Module) -> list[int]:
+    """Length of the sorted axis of every sort in the program (comparison or radix sorts; TopK kernels are none)."""
+    lengths = []
+    for computation in module.computations.values():
+        for node in computation.values():
+            if node.opcode == "sort":
+                axis = re.search(r"dimensions=\{(\d+)\}", node.attributes)
+                lengths.append(node.shapes[0].dims[int(axis[1]) if axis else -1])
+            elif node.opcode == "custom-call" and re.search(r'custom_call_target="[^"]*sort[^"]*"', node.attributes, re.I):
+                lengths.append(max((s.dims[-1] for s in node.shapes if s.dims), default=0))
+    return lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a program costs: bytes, kernel launches, sort lengths and the per-instruction list."""
+
+    nbytes: int
+    kernels: int
+    sorts: list[int]
+    items: list[tuple[int, int, str]]
+    branches: list[tuple[int, ...]]
+
+
+def report(text: str, rules: Mapping[str, Rule] | None = None) -> Report:
+    """Count an optimized, scheduled HLO module."""
+    module = parse_module(text)
+    work = computation_work(module, module.entry, rules or {})
+    return Report(work.nbytes, work.kernels, sorted_lengths(module), sorted(work.items, reverse=True), work.branches)
