@@ -1,7 +1,7 @@
-"""Which tensor of a checkpoint is which: an ordered table of families, and of name patterns inside each.
+"""Checkpoint families: how each is recognised, and an ordered table of name patterns inside each.
 
-The canonical names are those of DeepSpec's released code; shapes are as PyTorch stores them, [out, in]. A name that no
-pattern of its family matches is an error: nothing is dropped by default, and matching is exact, never by substring.
+Detection looks at tensor names first and at the config second, because labels and contents of published files disagree.
+A name that no row matches is an error: nothing is dropped by default, and a pattern matches the whole name or nothing.
 """
 
 from __future__ import annotations
@@ -11,82 +11,217 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-# Canonical tensors of the head. Symbols: V target vocabulary, Vd draft vocabulary, H hidden, r Markov rank.
-HEAD_SHAPES: dict[str, tuple[str, ...]] = {
-    "lm_head.weight": ("Vd", "H"),
-    "markov_head.markov_w1.weight": ("V", "r"),
-    "markov_head.markov_w2.weight": ("Vd", "r"),
-    "markov_head.gate_proj.weight": ("r", "H+r"),
-    "markov_head.gate_proj.bias": ("r",),
-    "markov_head.joint_proj.weight": ("3r", "2r+H"),
-    "markov_head.joint_proj.bias": ("3r",),
-    "confidence_head.proj.weight": ("1", "C"),
-    "confidence_head.proj.bias": ("1",),
-    "d2t": ("Vd",),
-    "t2d": ("V",),
-}
+from . import names as canonical_names
 
-# Canonical tensors of the backbone, as patterns. T taps, I MLP width, Q = heads x head size, K = key heads x head size.
-BACKBONE_SHAPES: dict[str, tuple[str, ...]] = {
-    r"embed_tokens\.weight": ("V", "H"),
-    r"fc\.weight": ("H", "T*Ht"),
-    r"(hidden_norm|norm)\.weight": ("H",),
-    r"layers\.\d+\.(input|post_attention|pre_feedforward|post_feedforward)_layernorm\.weight": ("H",),
-    r"layers\.\d+\.layer_scalar": ("1",),
-    r"layers\.\d+\.self_attn\.q_proj\.weight": ("Q", "H"),
-    r"layers\.\d+\.self_attn\.(k|v)_proj\.weight": ("K", "H"),
-    r"layers\.\d+\.self_attn\.o_proj\.weight": ("H", "Q"),
-    r"layers\.\d+\.self_attn\.q_proj\.bias": ("Q",),
-    r"layers\.\d+\.self_attn\.(k|v)_proj\.bias": ("K",),
-    r"layers\.\d+\.self_attn\.o_proj\.bias": ("H",),
-    r"layers\.\d+\.self_attn\.(q|k)_norm\.weight": ("hd",),
-    r"layers\.\d+\.mlp\.(gate|up)_proj\.weight": ("I", "H"),
-    r"layers\.\d+\.mlp\.down_proj\.weight": ("H", "I"),
-}
+Names = frozenset[str]
+Raw = Mapping[str, Any]
+Shapes = dict[str, tuple[str, ...]]
+
+# What a family's backbone can become here.
+FULL, TENSORS, HEAD_ONLY, REFUSED = "full", "tensors", "head only", "refused"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One row of a family's table: source names that match `pattern` (whole) become `canonical`, or are left out.
+    """One row: source names that match `pattern` become `canonical`, or are left out for `reason`.
 
     Attributes:
-        pattern: regular expression over the name without its prefixes.
-        canonical: template of the canonical name (groups as in re.Match.expand); None leaves the tensor out.
+        pattern: regular expression for the whole name without prefixes; <last> is the number of the last stage.
+        canonical: template of the canonical name (as in re.Match.expand); None leaves the tensor out.
         reason: why it is left out.
+        scale: the source holds the block scales of `canonical`, not the tensor itself.
+        fallback: used only where no other source gives `canonical` (the target's matrices beside a drafter's own).
     """
 
     pattern: str
     canonical: str | None
     reason: str = ""
+    scale: bool = False
+    fallback: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A checkpoint family: how it is recognised, its prefixes and its rows."""
+    """A checkpoint family.
+
+    Attributes:
+        name: what errors, manifests and `inspect` call it.
+        detect: (tensor names, config) -> whether a checkpoint is of this family.
+        rules: its rows, first match wins.
+        shapes: pattern of canonical backbone names -> symbolic shape.
+        support: FULL, TENSORS (converts, but no JAX backbone here), HEAD_ONLY or REFUSED.
+        note: for other than FULL, why.
+        prefixes: wrapper prefixes removed from names before matching.
+    """
 
     name: str
-    detect: Callable[[frozenset[str], Mapping[str, Any]], bool]
-    rules: tuple[Rule, ...]
+    detect: Callable[[Names, Raw], bool]
+    rules: tuple[Rule, ...] = ()
+    shapes: Shapes = dataclasses.field(default_factory=lambda: canonical_names.BACKBONE_SHAPES)
+    support: str = FULL
+    note: str = ""
     prefixes: tuple[str, ...] = ("_orig_mod.", "model.", "logit_head.")
 
 
-_IDENTITY = tuple(
-    Rule(pattern if raw else re.escape(pattern), r"\g<0>")
-    for table, raw in ((HEAD_SHAPES, False), (BACKBONE_SHAPES, True))
-    for pattern in table
-)
-_ALIASES = (
+def identity(shapes: Iterable[str]) -> tuple[Rule, ...]:
+    """Return rows that keep names as they are."""
+    return tuple(Rule(pattern, r"\g<0>") for pattern in shapes)
+
+
+def _any(pattern: str) -> Callable[[Names, Raw], bool]:
+    regex = re.compile(pattern)
+    return lambda names, raw: any(map(regex.search, names))
+
+
+def _says(raw: Raw, key: str, *values: str) -> bool:
+    found = raw.get(key)
+    return any(value in values for value in (found if isinstance(found, list | tuple) else [found]))
+
+
+_LAYER = r"layers\.\d+\."
+HEAD = identity(re.escape(name) for name in canonical_names.HEAD_SHAPES)
+BACKBONE = identity(canonical_names.BACKBONE_SHAPES)
+FOREIGN = identity(canonical_names.FOREIGN_SHAPES)
+ALIASES = (
     Rule(r"confidence_head\.(weight|bias)", r"confidence_head.proj.\1"),
     Rule(r"encoder\.fc\.weight", "fc.weight"),
     Rule(r"encoder\.output_norm_enc\.weight", "hidden_norm.weight"),
 )
-_LEFT_OUT = (
-    Rule(r"mask_embedding(\.weight)?", None, "training-time mask embedding, not read when drafting"),
+LEFT_OUT = (
+    Rule(
+        r"mask_embedding(\.weight)?", None, "embedding of the mask slot used in training; drafting embeds mask_token_id"
+    ),
     Rule(r"(.*\.)?rotary_emb\.[a-z_]+", None, "rotary table, recomputed from the config"),
-    Rule(r"verifier_(lm_head|norm)\..+", None, "copy of the verifier's weights, kept for training only"),
+    Rule(r"verifier_(lm_head|norm)\..+", None, "copy of the verifier's weights, used in training only"),
+)
+TORCHSPEC = (
+    Rule(r"context_proj\.weight", "fc.weight"),
+    Rule(r"context_norm\.weight", "hidden_norm.weight"),
+    Rule(r"final_norm\.weight", "norm.weight"),
+    *(
+        Rule(r"midlayer\." + f"({pattern.removeprefix(_LAYER)})", r"layers.0.\1")
+        for pattern in canonical_names.BACKBONE_SHAPES
+        if pattern.startswith(_LAYER)
+    ),
 )
 
-FAMILIES: tuple[Family, ...] = (Family("deepspec", lambda names, raw: True, _IDENTITY + _ALIASES + _LEFT_OUT),)
+_STAGE = r"mtp\.(\d+)\."
+V4_HEADS = (
+    Rule(r"mtp\.<last>\.markov_head\.(markov_w1|markov_w2)\.weight", r"markov_head.\1.weight"),
+    Rule(r"mtp\.<last>\.markov_head\.(gate_proj|joint_proj)\.(weight|bias)", r"markov_head.\1.\2"),
+    Rule(r"mtp\.<last>\.markov_head\.embed\.weight", canonical_names.W1),
+    Rule(r"mtp\.<last>\.markov_head\.head\.weight", canonical_names.W2),
+    Rule(r"mtp\.<last>\.confidence_head\.proj\.(weight|bias)", r"confidence_head.proj.\1"),
+    # Some repacks carry the two matrices inside the drafter; these go before the target's own.
+    Rule(r"mtp\.0\.embed\.weight", canonical_names.EMBEDDING),
+    Rule(r"mtp\.<last>\.head\.weight", canonical_names.LM_HEAD),
+    Rule(r"embed\.weight", canonical_names.EMBEDDING, fallback=True),
+    Rule(r"head\.weight", canonical_names.LM_HEAD, fallback=True),
+)
+V4_BACKBONE = (
+    Rule(r"(?!mtp\.).+", None, "tensor of the target, not of the drafter"),
+    Rule(r"mtp\.0\.main_proj\.weight", "fc.weight"),
+    Rule(r"mtp\.0\.main_proj\.scale", "fc.weight", scale=True),
+    Rule(r"mtp\.0\.main_norm\.weight", "hidden_norm.weight"),
+    Rule(r"mtp\.<last>\.norm\.weight", "norm.weight"),
+    Rule(r"mtp\.<last>\.(hc_head_(?:fn|base|scale))", r"\1"),
+    Rule(_STAGE + r"ffn\.gate\.bias_vl", None, "router bias of image tokens, which a drafter never sees"),
+    *(
+        Rule(_STAGE + f"({pattern.removeprefix(_LAYER)})", r"layers.\1.\2")
+        for pattern in canonical_names.V4_SHAPES
+        if pattern.startswith(_LAYER)
+    ),
+    Rule(
+        _STAGE + r"(attn\.(?:wq_a|wq_b|wkv|wo_a|wo_b)|ffn\.(?:shared_experts|experts\.\d+)\.w[123])\.scale",
+        r"layers.\1.\2.weight",
+        scale=True,
+    ),
+)
+V4_SHAPES = canonical_names.V4_SHAPES | {
+    pattern: canonical_names.BACKBONE_SHAPES[pattern]
+    for pattern in (r"embed_tokens\.weight", r"fc\.weight", r"(?:hidden_norm|norm)\.weight")
+}
+
+_PLAIN = HEAD + BACKBONE + ALIASES + LEFT_OUT
+_V4_NOTE = "the DeepSeek-V4 block (latent attention, experts, hyper-connections) has no JAX counterpart here"
+
+
+def _is_v4(names: Names, raw: Raw) -> bool:
+    return any(re.match(r"mtp\.\d+\.main_proj\.", name) for name in names)
+
+
+def _is_nested(names: Names, raw: Raw) -> bool:
+    return any(isinstance(raw.get(key), Mapping) for key in ("dflash_config", "dspark_config"))
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "nvfp4",
+        _any(r"\.weight_scale_2$"),
+        support=REFUSED,
+        note="NVFP4 weights (U8 with weight_scale and weight_scale_2) are not supported",
+    ),
+    Family(
+        "deepseek-v4.1",
+        lambda names, raw: _is_v4(names, raw) and any(".markov_head.embed." in name for name in names),
+        V4_HEADS + V4_BACKBONE,
+        V4_SHAPES,
+        TENSORS,
+        _V4_NOTE,
+        ("_orig_mod.",),
+    ),
+    Family("deepseek-v4", _is_v4, V4_HEADS + V4_BACKBONE, V4_SHAPES, TENSORS, _V4_NOTE, ("_orig_mod.",)),
+    Family(
+        "minimax",
+        _any(r"(^|\.)dspark\.layers\.\d+\.decoder_layer\."),
+        support=REFUSED,
+        note="MiniMax-M3 drafters (model.dspark.*) are not supported",
+    ),
+    Family(
+        "k3-mla",
+        _any(r"self_attn\.(kv_a_proj_with_mqa|fused_qkv_a_proj)\."),
+        support=REFUSED,
+        note="drafters with multi-head latent attention (Kimi-K3, GLM) are not supported",
+    ),
+    Family(
+        "automodel-v4",
+        _any(r"layers\.\d+\.self_attn\.wq_a\.weight$"),
+        HEAD + BACKBONE + identity(canonical_names.AUTOMODEL_V4_SHAPES) + ALIASES + LEFT_OUT,
+        canonical_names.BACKBONE_SHAPES | canonical_names.AUTOMODEL_V4_SHAPES,
+        TENSORS,
+        "NeMo Automodel's dense DeepSeek-V4 block has no JAX counterpart here",
+    ),
+    Family(
+        "speculators",
+        lambda names, raw: "speculators_model_type" in raw or "transformer_layer_config" in raw,
+        _PLAIN + FOREIGN,
+        canonical_names.BACKBONE_SHAPES | canonical_names.FOREIGN_SHAPES,
+    ),
+    Family("specforge", _is_nested, _PLAIN + FOREIGN, canonical_names.BACKBONE_SHAPES | canonical_names.FOREIGN_SHAPES),
+    Family(
+        "torchspec",
+        lambda names, raw: (
+            _any(r"(^|\.)(context_proj|midlayer)\.")(names, raw)
+            or "_torchspec_version" in raw
+            or raw.get("model_type") == "qwen3_dspark"
+        ),
+        TORCHSPEC + _PLAIN,
+    ),
+    Family(
+        "ornith",
+        lambda names, raw: _says(raw, "architectures", "Qwen35DSparkModel") or "enable_qwen35_gated_q_proj" in raw,
+        _PLAIN,
+        support=HEAD_ONLY,
+        note="its layers store norms as w - 1 and gate their queries; only the head converts (--head-only)",
+    ),
+    # NeMo Automodel writes the same for Qwen3 and Gemma4.
+    Family(
+        "deepspec",
+        lambda names, raw: True,
+        _PLAIN + FOREIGN,
+        canonical_names.BACKBONE_SHAPES | canonical_names.FOREIGN_SHAPES,
+    ),
+)
 
 
 @dataclasses.dataclass
@@ -95,17 +230,21 @@ class Mapped:
 
     Attributes:
         sources: canonical name -> source name.
+        scales: canonical name -> source name of its block scales.
+        borrowed: canonical names whose source belongs to the target in whose shards the drafter lives.
         left_out: source name -> the named reason.
         problems: one sentence per unknown name and per name that is spelled twice.
     """
 
     sources: dict[str, str]
+    scales: dict[str, str]
+    borrowed: set[str]
     left_out: dict[str, str]
     problems: list[str]
 
 
-def detect(names: Iterable[str], raw: Mapping[str, Any]) -> Family:
-    """Return the first family whose test holds; tensor names count before the config."""
+def detect(names: Iterable[str], raw: Raw) -> Family:
+    """Return the first family whose test holds."""
     known = frozenset(names)
     return next(family for family in FAMILIES if family.detect(known, raw))
 
@@ -117,20 +256,41 @@ def strip_prefixes(name: str, prefixes: tuple[str, ...]) -> str:
     return name
 
 
+def count_stages(names: Iterable[str]) -> int:
+    """Count the stages mtp.0, mtp.1, ... of a drafter that lives inside its target's shards."""
+    return len({match[1] for name in names if (match := re.match(r"(?:_orig_mod\.)?mtp\.(\d+)\.", name))})
+
+
 def map_names(family: Family, names: Iterable[str]) -> Mapped:
     """Send every source name through the family's table."""
-    result = Mapped({}, {}, [])
-    rules = [(re.compile(rule.pattern), rule) for rule in family.rules]
-    for source in sorted(names):
+    ordered = sorted(names)
+    last = str(count_stages(ordered) - 1)
+    rules = [(re.compile(rule.pattern.replace("<last>", last)), rule) for rule in family.rules]
+    result = Mapped({}, {}, set(), {}, [])
+    fallbacks: dict[str, str] = {}
+    for source in ordered:
         stripped = strip_prefixes(source, family.prefixes)
         match, rule = next(((m, rule) for regex, rule in rules if (m := regex.fullmatch(stripped))), (None, None))
         if match is None or rule is None:
             result.problems.append(f"{source}: unknown tensor of the {family.name} family")
-        elif rule.canonical is None:
+            continue
+        if rule.canonical is None:
             result.left_out[source] = rule.reason
-        elif (canonical := match.expand(rule.canonical)) in result.sources:
-            other = result.sources[canonical]
-            result.problems.append(f"{source}: second spelling of {canonical}, which {other} gives as well")
+            continue
+        place = fallbacks if rule.fallback else result.scales if rule.scale else result.sources
+        canonical = match.expand(rule.canonical)
+        if canonical in place:
+            result.problems.append(f"{source}: second spelling of {canonical}, which {place[canonical]} gives as well")
+        place[canonical] = source
+    for canonical, source in fallbacks.items():
+        if canonical in result.sources:
+            result.left_out[source] = "tensor of the target; the drafter has its own"
         else:
             result.sources[canonical] = source
+            result.borrowed.add(canonical)
+    result.problems += [
+        f"{source}: scales of {canonical}, which is missing"
+        for canonical, source in result.scales.items()
+        if canonical not in result.sources
+    ]
     return result

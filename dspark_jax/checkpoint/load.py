@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import heads
 from ..config import dtype_name, invalid
-from .normalise import CONFIDENCE, GATE, JOINT, LM_HEAD, W1, W2
+from .names import CONFIDENCE, CONFIDENCE_BIAS, D2T, GATE, JOINT, LM_HEAD, W1, W2
 from .opened import Checkpoint, open_checkpoint
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -57,7 +57,7 @@ def load_head(
         get(LM_HEAD),
         _markov(checkpoint, get),
         _confidence(checkpoint, get),
-        None if table is None else get.place("d2t", table),
+        None if table is None else get.place(D2T, table),
     )
 
 
@@ -75,7 +75,7 @@ def _markov(checkpoint: Checkpoint, get: _Placer) -> heads.VanillaMarkovHead | N
 def _confidence(checkpoint: Checkpoint, get: _Placer) -> heads.ConfidenceHead | None:
     if not checkpoint.config.enable_confidence_head:
         return None
-    bias = "confidence_head.proj.bias"
+    bias = CONFIDENCE_BIAS
     return heads.ConfidenceHead(get(CONFIDENCE, (-1,)), get(bias, ()) if bias in checkpoint else None)
 
 
@@ -85,7 +85,7 @@ class _Placer:
     def __init__(self, checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> None:
         self.checkpoint, self.dtype, self.sharding = checkpoint, dtype, sharding
         if isinstance(sharding, Mapping):
-            known = {*checkpoint.names, "d2t"}
+            known = {*checkpoint.names}
             if unknown := sorted(set(sharding) - known):
                 raise invalid("sharding", unknown, "names of tensors: " + ", ".join(sorted(known)))
 

@@ -1,7 +1,7 @@
-"""The config of any family as one flat DeepSpec dict, checked against the tensors' shapes.
+"""The config of any family as one flat dict with DeepSpec keys.
 
-Where the config is silent the tensors decide (Markov type, confidence flags, draft vocabulary); where both speak and
-disagree the error names both. All problems of a checkpoint are collected before one error is raised.
+Every fact has one canonical key and a list of spellings; a fact that is given twice with different values is an error.
+The backbone's geometry stays as it is. Configs are raw JSON, never read through a model class, which rewrites fields.
 """
 
 from __future__ import annotations
@@ -9,155 +9,156 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import invalid
+from ..config import check_int, invalid
+
+Raw = Mapping[str, Any]
 
 NESTED = ("dspark_config", "dflash_config")
+GEOMETRY = ("transformer_layer_config", "text_config")
 
-W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-GATE, JOINT = "markov_head.gate_proj", "markov_head.joint_proj"
-CONFIDENCE, LM_HEAD, D2T, T2D = "confidence_head.proj.weight", "lm_head.weight", "d2t", "t2d"
+# canonical key -> other spellings.
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "block_size": ("dspark_block_size",),
+    "target_layer_ids": ("dspark_target_layer_ids",),
+    "mask_token_id": ("dspark_noise_token_id",),
+    "markov_rank": ("dspark_markov_rank",),
+    "markov_head_type": ("dspark_markov_head_type",),
+    "dtype": ("torch_dtype",),
+}
+# Read only where the key above is missing: these name related tokens of other drafting methods too.
+MASK_FALLBACKS = ("pard_token", "ptd_token_id")
+# These count hidden_states[k], which is the output of layer k - 1.
+SHIFTED_IDS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+DROPPED = (*NESTED, *GEOMETRY, *SHIFTED_IDS, *MASK_FALLBACKS, "auto_map", "has_embed_tokens", "has_lm_head")
 
-Shapes = Mapping[str, tuple[int, ...]]
+# speculators writes transformer_layer_config as a difference from these defaults in some versions.
+_QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
+    "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "attention_bias": False,
+}  # fmt: skip
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6, "attention_bias": False,
+}  # fmt: skip
+LAYER_DEFAULTS: dict[str, dict[str, Any]] = {"qwen3": _QWEN3, "llama": _LLAMA}
+DEFAULT_ROPE_THETA = 10000.0
 
 
-def flatten(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with the nested DSpark objects merged into the top level and without nulls.
+def flatten(raw: Raw, family: str, stages: int = 0) -> dict[str, Any]:
+    """Return the config as one flat dict with canonical keys and without nulls.
 
-    Every other key stays, the backbone's geometry included. A key given twice with different values is an error.
+    Args:
+        raw: config.json as it is.
+        family: the family's name.
+        stages: number of draft layers of a drafter inside its target's shards.
+
+    Raises:
+        ValueError: a value of the wrong type, or a fact given twice with different values.
     """
-    flat = {key: value for key, value in raw.items() if value is not None and key not in NESTED}
+    flat = _drop_nulls({key: value for key, value in raw.items() if key not in DROPPED and key != "speculators_config"})
+    _merge_geometry(flat, raw)
     for outer in NESTED:
-        nested = raw.get(outer) or {}
-        if not isinstance(nested, Mapping):
-            raise invalid(outer, nested, "an object")
-        for key, value in nested.items():
-            if value is None:
-                continue
-            if key in flat and flat[key] != value:
-                raise invalid(key, flat[key], f"the value {value!r} that {outer} has, or the key in one place only")
-            flat[key] = value
+        for key, value in _object(raw, outer).items():
+            _put(flat, key, value, f"the value that {outer} has")
+    for key, others in SPELLINGS.items():
+        for other in others:
+            if (value := flat.pop(other, None)) is not None:
+                _put(flat, key, value, f"the value of {other}")
+    for key in MASK_FALLBACKS:
+        if "mask_token_id" not in flat and raw.get(key) is not None:
+            flat["mask_token_id"] = raw[key]
+    for key in SHIFTED_IDS:
+        if (ids := raw.get(key)) is not None:
+            _put(flat, "target_layer_ids", _shift(key, ids), f"{key} - 1")
+    if flat.get("markov_head_type") == "classical":  # TorchSpec's word
+        flat["markov_head_type"] = "vanilla"
+    _target_depth(flat, family, stages)
+    flat["sample_from_anchor"] = _anchor(flat, raw, family)
     return flat
 
 
-def resolve(flat: dict[str, Any], shapes: Shapes) -> list[str]:
-    """Complete `flat` from the head tensors' shapes, in place; return one sentence per contradiction."""
-    problems: list[str] = []
-    _resolve_markov(flat, shapes, problems)
-    _resolve_confidence(flat, shapes, problems)
-    _resolve_draft_vocab(flat, shapes, problems)
-    if not problems:
-        _check_shapes(flat, shapes, problems)
-    return problems
+def _object(raw: Raw, key: str) -> Raw:
+    value = raw.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise invalid(key, value, "an object")
+    return value
 
 
-def _resolve_markov(flat: dict[str, Any], shapes: Shapes, problems: list[str]) -> None:
-    present = sorted(name for name in shapes if name.startswith("markov_head."))
-    rank = flat.get("markov_rank")
-    if not present:
-        if rank not in (None, 0):
-            problems.append(f"markov_rank: config says {rank!r}, but the checkpoint holds no markov_head tensors")
-        flat["markov_rank"] = 0 if rank is None else rank
-        flat.pop("markov_head_type", None)
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return value
+
+
+def _put(flat: dict[str, Any], key: str, value: Any, source: str) -> None:
+    if value is None:
         return
-    if missing := [name for name in (W1, W2) if name not in shapes]:
-        problems.append(f"{', '.join(missing)}: missing, though the checkpoint holds {', '.join(present)}")
-        return
-    if len(shapes[W1]) != 2:
-        problems.append(f"{W1}: found shape {list(shapes[W1])}, expected [V, r]")
-        return
-    if rank is None:
-        flat["markov_rank"] = shapes[W1][1]
-    elif rank != shapes[W1][1]:
-        problems.append(f"markov_rank: config says {rank!r}, {W1} has shape {list(shapes[W1])}")
-    groups = {"gated": GATE, "rnn": JOINT}
-    found = [kind for kind, stem in groups.items() if any(name.startswith(stem + ".") for name in present)]
-    kind = flat.get("markov_head_type")
-    kind = "vanilla" if kind == "classical" else kind  # TorchSpec's word
-    if len(found) == 2:
-        problems.append(f"markov_head_type: the checkpoint holds both {GATE} and {JOINT}")
-    elif kind is None:
-        kind = found[0] if found else "vanilla"
-    elif found and kind != found[0]:
-        problems.append(f"markov_head_type: config says {kind!r}, but the checkpoint holds {groups[found[0]]}")
-    if kind in groups and (lost := [n for s in (".weight", ".bias") if (n := groups[kind] + s) not in shapes]):
-        problems.append(f"{', '.join(lost)}: missing, though markov_head_type is {kind!r}")
-    flat["markov_head_type"] = kind
+    if key in flat and (flat[key] != value or isinstance(flat[key], bool) != isinstance(value, bool)):
+        raise invalid(key, flat[key], f"{source} ({value!r}), or the fact in one place only")
+    flat[key] = value
 
 
-def _resolve_confidence(flat: dict[str, Any], shapes: Shapes, problems: list[str]) -> None:
-    present = sorted(name for name in shapes if name.startswith("confidence_head."))
-    flag = flat.get("enable_confidence_head")
-    if not present:
-        if flag is True:
-            problems.append(
-                "enable_confidence_head: config says True, but the checkpoint holds no confidence_head tensors"
-            )
-        if flag is not True and flat.get("confidence_head_with_markov") is not True:
-            flat["enable_confidence_head"] = False if flag is None else flag
-        return
-    if CONFIDENCE not in shapes:
-        problems.append(f"{CONFIDENCE}: missing, though the checkpoint holds {', '.join(present)}")
-        return
-    if flag is False:
-        problems.append(f"enable_confidence_head: config says False, but the checkpoint holds {', '.join(present)}")
-    flat["enable_confidence_head"] = True if flag is None else flag
-    H, rank, shape = flat.get("hidden_size"), flat.get("markov_rank", 0), shapes[CONFIDENCE]
-    if not isinstance(H, int) or not isinstance(rank, int):
-        return  # the config's own check reports it
-    widths = {H + rank: rank > 0, H: False} if rank else {H: False}
-    if len(shape) != 2 or shape[0] != 1 or shape[1] not in widths:
-        problems.append(
-            f"{CONFIDENCE}: found shape {list(shape)}, expected [1, {H + rank}] or [1, {H}] "
-            f"(hidden_size {H}, markov_rank {rank})"
-        )
-        return
-    with_markov = flat.get("confidence_head_with_markov")
-    if with_markov is None:
-        flat["confidence_head_with_markov"] = widths[shape[1]]
-    elif with_markov != widths[shape[1]]:
-        problems.append(
-            f"confidence_head_with_markov: config says {with_markov!r}, {CONFIDENCE} has shape {list(shape)}"
-        )
+def _merge_geometry(flat: dict[str, Any], raw: Raw) -> None:
+    """Bring the layers' own config to the top level, with its model type's defaults where it leaves values out."""
+    for outer in GEOMETRY:
+        if not (inner := _drop_nulls(_object(raw, outer))):
+            continue
+        if outer == "transformer_layer_config":
+            kind = str(inner.get("model_type", "qwen3"))
+            inner = {**LAYER_DEFAULTS.get(kind, {}), **inner}
+            if kind in LAYER_DEFAULTS and "rope_parameters" not in inner:
+                inner.setdefault("rope_theta", DEFAULT_ROPE_THETA)
+        for key, value in inner.items():
+            # The wrapper's own words win where they are not geometry (architectures, dtype, versions, tying).
+            if key in LAYER_DEFAULTS["qwen3"] and key != "model_type":
+                _put(flat, key, value, f"the value that {outer} has")
+            elif key not in flat or key == "model_type":
+                flat[key] = value
 
 
-def _resolve_draft_vocab(flat: dict[str, Any], shapes: Shapes, problems: list[str]) -> None:
-    """Rows of lm_head, rows of markov_w2 and the length of d2t are the draft vocabulary, and must agree."""
-    found = {name: shapes[name][0] for name in (D2T, LM_HEAD, W2) if shapes.get(name)}
-    stated = flat.get("draft_vocab_size")
-    if stated is not None:
-        found = {"draft_vocab_size in the config": stated, **found}
-    if len(set(found.values())) > 1:
-        problems.append("draft vocabulary: " + ", ".join(f"{name} says {size!r}" for name, size in found.items()))
-    elif found and stated is None:
-        flat["draft_vocab_size"] = next(iter(found.values()))
-    V, Vd = flat.get("vocab_size"), flat.get("draft_vocab_size")
-    if isinstance(V, int) and isinstance(Vd, int) and Vd < V and D2T not in shapes:
-        problems.append(f"d2t: missing, though the draft vocabulary {Vd} is smaller than vocab_size {V}")
+def _shift(key: str, ids: Any) -> list[int]:
+    if not isinstance(ids, list):
+        raise invalid(key, ids, "a list of layer numbers")
+    return [check_int(key, i, 0) - 1 for i in ids]
 
 
-def _check_shapes(flat: Mapping[str, Any], shapes: Shapes, problems: list[str]) -> None:
-    from .families import HEAD_SHAPES
+def _target_depth(flat: dict[str, Any], family: str, stages: int) -> None:
+    """Make num_target_layers the target's depth and num_hidden_layers the drafter's."""
+    depth = flat.pop("target_num_hidden_layers", None)
+    if family == "torchspec":
+        flat.pop("num_target_layers", None)  # the number of taps there
+    if depth is not None:
+        flat["num_target_layers"] = depth
+    if stages and family.startswith("deepseek-v4"):
+        # The config is the target's: its depth, and a num_nextn_predict_layers that does not count the stages.
+        _put(flat, "num_target_layers", flat.pop("num_hidden_layers", None), "the target's num_hidden_layers")
+        flat["num_hidden_layers"] = stages
+        flat.pop("num_nextn_predict_layers", None)
+        for key in ("n_routed_experts", "num_experts_per_tok"):  # a drafter may have fewer than its target
+            if (own := flat.pop("dspark_" + key, None)) is not None:
+                flat[key] = own
 
-    V, H, r = flat.get("vocab_size"), flat.get("hidden_size"), flat.get("markov_rank", 0)
-    if not all(isinstance(value, int) for value in (V, H, r)):
-        return
-    assert isinstance(V, int)
-    assert isinstance(H, int)
-    with_markov = flat.get("confidence_head_with_markov") is True
-    sizes = {
-        "V": V,
-        "Vd": flat.get("draft_vocab_size", V),
-        "H": H,
-        "r": r,
-        "H+r": H + r,
-        "3r": 3 * r,
-        "2r+H": 2 * r + H,
-    }
-    sizes |= {"1": 1, "C": H + r if with_markov else H}
-    for name, symbols in HEAD_SHAPES.items():
-        expected = tuple(sizes[symbol] for symbol in symbols)
-        if name in shapes and shapes[name] != expected:
-            problems.append(
-                f"{name}: found shape {list(shapes[name])}, "
-                f"expected {list(expected)} = [{', '.join(symbols)}] from the config"
-            )
+
+def _anchor(flat: Raw, raw: Raw, family: str) -> Any:
+    """Say whether slot 0 drafts: the flag, else block_size - speculative_tokens, else the family's rule.
+
+    The meaning of slot 0 is not in the tensors, and the wrong one gives 1% acceptance without any error.
+    """
+    flag, block = flat.get("sample_from_anchor"), flat.get("block_size")
+    proposals = _object(raw, "speculators_config").get("proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals and isinstance(proposals[0], Mapping) else {}
+    tokens = first.get("speculative_tokens")
+    if tokens is None or block is None:
+        return (family != "speculators") if flag is None else flag
+    dropped = check_int("block_size", block, 1) - check_int("speculative_tokens", tokens, 1)
+    if dropped not in (0, 1) or (flag is not None and flag != (dropped == 0)):
+        raise invalid(
+            "speculative_tokens", tokens,
+            f"block_size {block} (sample_from_anchor true) or {block - 1} (false), and sample_from_anchor is {flag!r}; "
+            "correct config.json: nothing else tells what slot 0 means",
+        )  # fmt: skip
+    return dropped == 0

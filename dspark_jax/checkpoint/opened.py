@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..config import DSparkConfig, read_json_config
-from . import families, normalise
-from .read import DTYPES, TensorFiles
+from . import families, normalise, resolve
+from .names import D2T, EMBEDDING, LM_HEAD, T2D, is_head
+from .read import TensorFiles
 from .target import find_in_target
-
-LM_HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+from .tensor import Tensor, make_tensor
 
 
 @dataclasses.dataclass
@@ -23,108 +23,195 @@ class Checkpoint:
 
     Attributes:
         path: where it came from.
-        family: the family's name.
+        family: its family (a row of families.FAMILIES).
         raw: config.json as it is.
         flat: the same as one flat dict with DeepSpec keys, completed from the tensors; the backbone's geometry is kept.
         config: `flat` as a checked DSparkConfig.
-        shapes: canonical name -> shape, head and backbone.
-        dtypes: canonical name -> NumPy dtype that `get` returns.
+        tensors: canonical name -> Tensor, head and backbone.
+        files: the source files.
         left_out: source name -> why it is not used.
-        origins: canonical name -> "draft", "target" or "target, tied to the embedding".
+        notes: sentences about guesses that the user should know of.
     """
 
     path: str
-    family: str
+    family: families.Family
     raw: dict[str, Any]
     flat: dict[str, Any]
     config: DSparkConfig
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, np.dtype[Any]]
+    tensors: dict[str, Tensor]
+    files: TensorFiles
     left_out: dict[str, str]
-    origins: dict[str, str]
-    _readers: Mapping[str, tuple[TensorFiles, str]] = dataclasses.field(repr=False)
+    notes: list[str]
 
     @property
     def names(self) -> list[str]:
         """Canonical names of all tensors, in order."""
-        return sorted(self.shapes)
+        return sorted(self.tensors)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name -> shape."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    @property
+    def dtypes(self) -> dict[str, np.dtype[Any]]:
+        """Canonical name -> NumPy dtype that `get` returns."""
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Canonical name -> "draft", "target" or "target, tied to the embedding"."""
+        return {name: tensor.origin for name, tensor in self.tensors.items()}
+
+    @property
+    def missing(self) -> list[str]:
+        """Which of embedding and LM head the checkpoint (with its target, if given) does not have."""
+        return [name for name in (EMBEDDING, LM_HEAD) if name not in self.tensors]
 
     def __contains__(self, name: str) -> bool:
-        return name in self.shapes
+        return name in self.tensors
 
     def get(self, name: str) -> np.ndarray:
-        """Read one tensor by its canonical name: a read-only, memory-mapped array (copy it to keep or change it).
-
-        The LM head of a reduced draft vocabulary that comes from the target is cut to the draft's rows.
-        """
-        if name not in self._readers:
+        """Read one tensor by its canonical name: read-only and memory mapped (copy it to keep or change it)."""
+        if name not in self.tensors:
             raise KeyError(f"{self.path}: no tensor {name}")
-        files, source = self._readers[name]
-        array = files.read(source)
-        if name == LM_HEAD and self.origins[name] != "draft" and (ids := self.draft_to_target()) is not None:
-            array = array[ids]
-        return array
+        return self.tensors[name].array()
 
     def draft_to_target(self) -> np.ndarray | None:
         """Return the target id of each draft id, int32 [Vd], or None where the two vocabularies are the same.
 
-        `d2t` stores offsets: draft id d stands for target id d + d2t[d].
-
         Raises:
             ValueError: the ids are not strictly increasing inside [0, V), or t2d marks other ids.
         """
-        if "d2t" not in self._readers:
-            return None
-        files, source = self._readers["d2t"]
-        offsets = files.read(source)
-        if offsets.dtype.kind != "i":
-            raise ValueError(f"d2t: found dtype {offsets.dtype}, expected integers (offsets, I64)")
-        ids = np.arange(len(offsets), dtype=np.int64) + offsets.astype(np.int64)
-        V = self.config.vocab_size
-        if len(ids) and (ids.min() < 0 or ids.max() >= V or (np.diff(ids) <= 0).any()):
-            wrong = int(np.argmax((ids < 0) | (ids >= V) | (np.diff(ids, prepend=-1) <= 0)))
-            raise ValueError(
-                f"d2t: draft id {wrong} stands for target id {int(ids[wrong])}, expected strictly increasing ids below "
-                f"vocab_size {V} (d2t holds offsets: target id = draft id + d2t[draft id])"
-            )
-        if "t2d" in self._readers:
-            files, source = self._readers["t2d"]
-            if not np.array_equal(np.flatnonzero(files.read(source)), ids):
-                raise ValueError("t2d: marks other target ids than draft id + d2t[draft id] gives")
-        return ids.astype(np.int32)
+        return read_draft_to_target(self.tensors, self.config.vocab_size)
+
+    def check_backbone(self) -> None:
+        """Check that a drafter's backbone is whole and fits the config (a head alone passes).
+
+        Raises:
+            ValueError: one sentence per missing or misshapen tensor.
+        """
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items() if tensor.origin == "draft"}
+        if problems := resolve.check_backbone(self.flat, shapes, self.family.shapes):
+            raise ValueError(f"{self.path}: " + "; ".join(problems))
+
+
+def read_draft_to_target(tensors: Mapping[str, Tensor], vocab_size: Any) -> np.ndarray | None:
+    """Read `d2t`, which holds offsets (draft id d stands for target id d + d2t[d]), as absolute int32 ids."""
+    if D2T not in tensors:
+        return None
+    offsets = tensors[D2T].array()
+    if offsets.dtype.kind != "i" or offsets.ndim != 1:
+        raise ValueError(f"d2t: found {offsets.dtype} {list(offsets.shape)}, expected I64 [draft vocabulary] offsets")
+    ids = np.arange(len(offsets), dtype=np.int64) + offsets.astype(np.int64)
+    top = vocab_size if isinstance(vocab_size, int) else 0
+    wrong = (ids < 0) | (ids >= top) | (np.diff(ids, prepend=-1) <= 0)
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        raise ValueError(
+            f"d2t: draft id {first} stands for target id {int(ids[first])}, expected strictly increasing ids below "
+            f"vocab_size {vocab_size} (d2t holds offsets: target id = draft id + d2t[draft id])"
+        )
+    if T2D in tensors and not np.array_equal(np.flatnonzero(tensors[T2D].array()), ids):
+        raise ValueError("t2d: marks other target ids than draft id + d2t[draft id]")
+    return ids.astype(np.int32)
 
 
 def open_checkpoint(path: str | os.PathLike[str], target: str | os.PathLike[str] | None = None) -> Checkpoint:
-    """Open a checkpoint directory: detect its family, map every tensor name, resolve its config against the shapes.
+    """Open a checkpoint: detect its family, map every tensor name, resolve its config against the shapes.
 
-    Only headers are read. A missing embedding or LM head is taken from `target`, the target's directory, when given.
+    Only headers are read (and d2t, where the target's LM head is cut to its rows).
+
+    Args:
+        path: a directory with config.json, or one safetensors file or index beside a config.json.
+        target: the target's directory, which supplies a missing embedding or LM head.
 
     Raises:
         FileNotFoundError: a file or shard is missing.
-        ValueError: malformed files; unknown, missing or misshapen tensors (all listed in one error); a config that
-            contradicts itself or the tensors.
+        ValueError: malformed files; a family that is refused; unknown, missing or misshapen tensors (all listed in one
+            error); a config that contradicts itself or the tensors.
     """
     path = os.fspath(path)
-    if not os.path.isdir(path):
-        raise FileNotFoundError(f"{path}: no such checkpoint directory")
-    raw, files = read_json_config(path), TensorFiles(path)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: no such checkpoint")
+    if path.endswith(".gguf") or (os.path.isdir(path) and _only_gguf(path)):
+        raise ValueError(f"{path}: family gguf: GGUF files are not supported")
+    raw = read_json_config(path if os.path.isdir(path) else os.path.dirname(path) or ".")
+    files = TensorFiles(path)
     family = families.detect(files, raw)
+    if family.support == families.REFUSED:
+        raise ValueError(f"{path}: family {family.name}: {family.note}")
     mapped = families.map_names(family, files)
-    readers = {name: (files, source) for name, source in mapped.sources.items()}
-    origins = dict.fromkeys(readers, "draft")
-    shapes = {name: files[source].shape for name, source in mapped.sources.items()}
-    flat = normalise.flatten(raw)
-    if target is not None and not {LM_HEAD, EMBEDDING} <= set(readers):
-        for name, borrowed in find_in_target(target).items():
-            if name in readers:
-                continue
-            readers[name], origins[name] = (borrowed.files, borrowed.name), borrowed.origin
-            shape = borrowed.files[borrowed.name].shape
-            # Rows are chosen by d2t when the tensor is read.
-            shapes[name] = (*shapes["d2t"], *shape[1:]) if name == LM_HEAD and "d2t" in shapes else shape
-    problems = mapped.problems + normalise.resolve(flat, shapes)
+    try:
+        flat = normalise.flatten(raw, family.name, families.count_stages(files))
+    except ValueError as error:
+        raise ValueError("; ".join([f"{path}: {error}", *mapped.problems])) from None
+    problems, left_out, notes = list(mapped.problems), dict(mapped.left_out), []
+    tensors = _own_tensors(files, mapped, raw, problems, left_out)
+    if target is not None:
+        problems += _borrow(tensors, target, flat)
+    if family.name == "torchspec" and D2T in tensors:
+        notes.append("TorchSpec's exporter is known to cut lm_head by offsets as if they were ids: check acceptance")
+    problems += resolve.resolve_head(flat, {name: tensor.shape for name, tensor in tensors.items()})
     if problems:
         raise ValueError(f"{path}: " + "; ".join(problems))
-    dtypes = {name: DTYPES[store[source].dtype] for name, (store, source) in readers.items()}
-    config = DSparkConfig.from_dict(flat)
-    return Checkpoint(path, family.name, raw, flat, config, shapes, dtypes, mapped.left_out, origins, readers)
+    return Checkpoint(path, family, raw, flat, DSparkConfig.from_dict(flat), tensors, files, left_out, notes)
+
+
+def _only_gguf(directory: str) -> bool:
+    found = os.listdir(directory)
+    return any(name.endswith(".gguf") for name in found) and not any(".safetensors" in name for name in found)
+
+
+def _own_tensors(
+    files: TensorFiles, mapped: families.Mapped, raw: Mapping[str, Any], problems: list[str], left_out: dict[str, str]
+) -> dict[str, Tensor]:
+    quantisation = raw.get("quantization_config")
+    stated = quantisation.get("weight_block_size") if isinstance(quantisation, Mapping) else None
+    block = stated[0] if isinstance(stated, list) and stated and isinstance(stated[0], int) else None
+    tensors: dict[str, Tensor] = {}
+    for name, source in mapped.sources.items():
+        if name in mapped.borrowed and not files.available(source):
+            left_out[source] = "tensor of the target, whose shard is not here"
+            continue
+        origin = "target" if name in mapped.borrowed else "draft"
+        try:
+            tensors[name] = make_tensor(name, files, source, mapped.scales.get(name), origin, block)
+        except ValueError as error:
+            problems.append(str(error))
+    return tensors
+
+
+def _borrow(tensors: dict[str, Tensor], target: str | os.PathLike[str], flat: dict[str, Any]) -> list[str]:
+    """Add what the drafter lacks from the target; return one sentence per misfit."""
+    if {LM_HEAD, EMBEDDING} <= set(tensors):
+        return []
+    try:
+        raw, found = find_in_target(target)
+        ids = read_draft_to_target(tensors, flat.get("vocab_size"))
+    except ValueError as error:
+        return [str(error)]
+    depth = raw.get("num_hidden_layers")
+    if isinstance(depth, int):
+        flat.setdefault("num_target_layers", depth)
+    problems: list[str] = []
+    for name, (files, source, origin) in found.items():
+        if name in tensors:
+            continue
+        tensor = make_tensor(name, files, source, None, origin, None)
+        V, H = flat.get("vocab_size"), flat.get("hidden_size")
+        if tensor.shape != (V, H):
+            problems.append(
+                f"{source} of the target: found shape {list(tensor.shape)}, expected [{V}, {H}] from the config"
+            )
+            continue
+        if name == LM_HEAD and ids is not None:
+            shape = (len(ids), *tensor.shape[1:])
+            tensor = dataclasses.replace(tensor, shape=shape, transform="rows", select=ids)
+        tensors[name] = tensor
+    return problems
+
+
+def head_names(checkpoint: Checkpoint) -> list[str]:
+    """Return the canonical names of the head's tensors that the checkpoint has."""
+    return [name for name in checkpoint.names if is_head(name)]

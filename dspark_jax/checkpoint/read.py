@@ -205,8 +205,11 @@ class TensorFiles(Mapping[str, TensorInfo]):
         """Names of the files whose headers have been read so far."""
         return sorted(self._headers)
 
+    def _file(self, shard: str) -> str:
+        return os.path.join(self.directory, shard)
+
     def _open_shard(self, shard: str) -> dict[str, TensorInfo]:
-        path = os.path.join(self.directory, shard)
+        path = self._file(shard)
         listed = {name for name, file in self._shard_of.items() if file == shard}
         if not os.path.exists(path):
             raise FileNotFoundError(
@@ -219,19 +222,27 @@ class TensorFiles(Mapping[str, TensorInfo]):
             raise ValueError(f"{path}: holds tensors that the index does not place in it: {some(extra)}")
         return header
 
-    def read(self, name: str) -> np.ndarray:
-        """Map one tensor read-only: an array whose pages are read when touched and given back when it is dropped."""
+    def available(self, name: str) -> bool:
+        """Say whether the file that holds a tensor is there (opens nothing)."""
+        return self._shard_of[name] in self._headers or os.path.exists(self._file(self._shard_of[name]))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Map one tensor, or its rows start .. stop, read-only: pages are read when touched, given back when dropped."""
         info = self[name]
-        dtype = DTYPES[info.dtype]
-        if info.nbytes == 0:
-            return np.zeros(info.shape, dtype)
-        if os.path.getsize(info.path) < info.stop:  # touching pages beyond the end would kill the process
+        dtype, shape, first, last = DTYPES[info.dtype], info.shape, info.start, info.stop
+        if shape and stop is not None:
+            row = info.nbytes // shape[0] if shape[0] else 0
+            stop = min(stop, shape[0])
+            first, last, shape = info.start + start * row, info.start + stop * row, (stop - start, *shape[1:])
+        if first == last:
+            return np.zeros(shape, dtype)
+        if os.path.getsize(info.path) < last:  # touching pages beyond the end would kill the process
             raise ValueError(f"{info.path}: has become shorter since it was opened")
-        # One map per tensor: a map of the whole file would keep every page touched so far resident.
-        raw = np.memmap(info.path, np.uint8, "r", info.start, info.nbytes).view(np.ndarray)
+        # One map per read: a map of the whole file would keep every page touched so far resident.
+        raw = np.memmap(info.path, np.uint8, "r", first, (last - first,)).view(np.ndarray)
         if info.dtype == "BOOL" and raw.max() > 1:
             raise ValueError(f"{info.path}: tensor {name!r}: BOOL bytes other than 0 and 1")
-        return raw.view(dtype).reshape(info.shape)
+        return raw.view(dtype).reshape(shape)
 
 
 def some(names: Any, limit: int = 20) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from ..config import read_json_config
+from .names import EMBEDDING, LM_HEAD
 from .read import TensorFiles, some
 
 # Exact names under which targets store the two matrices; multimodal wrappers nest the language model.
@@ -22,34 +22,32 @@ EMBEDDINGS = (
     "embed.weight",
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Borrowed:
-    """A target tensor: its files and name, and how it was found ("target" or "target, tied to the embedding")."""
-
-    files: TensorFiles
-    name: str
-    origin: str
+Found = dict[str, tuple[TensorFiles, str, str]]
 
 
-def find_in_target(path: str | os.PathLike[str]) -> dict[str, Borrowed]:
-    """Find the target's LM head and embedding: {"lm_head.weight": ..., "embed_tokens.weight": ...}.
+def find_in_target(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], Found]:
+    """Find the target's LM head and embedding.
 
     Whether the head is the embedding matrix is read from the target's config and tensor names; a drafter's own
-    tie_word_embeddings says nothing about the target.
+    tie_word_embeddings says nothing about the target. Only the shards that hold the two are opened.
+
+    Returns:
+        The target's text config, and canonical name -> (files, source name, origin).
 
     Raises:
         ValueError: neither an LM head nor tied embeddings, or two spellings of one of them.
     """
     raw, files = read_json_config(path), TensorFiles(path)
+    text = raw.get("text_config")
+    text = text if isinstance(text, Mapping) else raw
     head, embedding = _one_of(files, LM_HEADS), _one_of(files, EMBEDDINGS)
-    found: dict[str, Borrowed] = {}
+    found: Found = {}
     if embedding is not None:
-        found["embed_tokens.weight"] = Borrowed(files, embedding, "target")
+        found[EMBEDDING] = (files, embedding, "target")
     if head is not None:
-        found["lm_head.weight"] = Borrowed(files, head, "target")
-    elif embedding is not None and _is_tied(raw):
-        found["lm_head.weight"] = Borrowed(files, embedding, "target, tied to the embedding")
+        found[LM_HEAD] = (files, head, "target")
+    elif embedding is not None and _is_tied(raw, text):
+        found[LM_HEAD] = (files, embedding, "target, tied to the embedding")
     elif embedding is not None:
         raise ValueError(
             f"{os.fspath(path)}: tie_word_embeddings is false and there is no LM head tensor "
@@ -57,7 +55,7 @@ def find_in_target(path: str | os.PathLike[str]) -> dict[str, Borrowed]:
         )
     else:
         raise ValueError(f"{os.fspath(path)}: holds neither LM head nor embedding; its tensors are {some(files, 5)}")
-    return found
+    return text, found
 
 
 def _one_of(files: TensorFiles, names: tuple[str, ...]) -> str | None:
@@ -67,8 +65,7 @@ def _one_of(files: TensorFiles, names: tuple[str, ...]) -> str | None:
     return present[0] if present else None
 
 
-def _is_tied(raw: Mapping[str, Any]) -> bool:
+def _is_tied(raw: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     """Say whether the target ties its head; without the key, a target that stores no head can only be a tied one."""
-    text = raw.get("text_config")
-    flags = [raw.get("tie_word_embeddings"), text.get("tie_word_embeddings") if isinstance(text, Mapping) else None]
+    flags = (raw.get("tie_word_embeddings"), text.get("tie_word_embeddings"))
     return next((flag for flag in flags if isinstance(flag, bool)), True)
