@@ -1,4 +1,4 @@
-"""Shared settings of the tests: CPU unless the caller chose a platform, and fixtures for the bundled reference outputs."""
+"""Shared settings of the tests: CPU unless the caller chose a platform; fixtures for the bundled reference files."""
 
 import os
 

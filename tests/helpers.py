@@ -207,3 +207,21 @@ def assert_tokens(found: Any, reference: Any, gaps: Any, allowed: float) -> None
     clear = np.logical_and.accumulate(gaps > allowed, axis=1)
     assert clear.any(), "no step has a clear margin: the test compares nothing"
     np.testing.assert_array_equal(np.where(clear, found, -1), np.where(clear, reference, -1))
+
+
+def bigram_weights(table: Any, H: int = 2) -> Weights:
+    """Return weights of a vanilla head whose bias of token j after token i is table[i, j]: w1 = I, w2 = table.T."""
+    table = np.asarray(table, np.float32)
+    V, Vd = table.shape
+    return {
+        "lm_head.weight": np.zeros((Vd, H), np.float32),
+        "markov_head.markov_w1.weight": np.eye(V, dtype=np.float32),
+        "markov_head.markov_w2.weight": np.ascontiguousarray(table.T),
+    }
+
+
+def softmax(x: Any) -> np.ndarray:
+    """Return the softmax over the last axis in float64; -inf gives 0."""
+    x = np.asarray(x, np.float64)
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
