@@ -1,4 +1,4 @@
-"""Geometry of a stack of transformer layers: BackboneConfig, which the drafter's backbone and the Qwen3 target share."""
+"""Geometry of a stack of transformer layers: BackboneConfig, which the drafter's backbone and the target share."""
 
 from __future__ import annotations
 

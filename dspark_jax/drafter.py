@@ -90,7 +90,7 @@ class Drafter(nnx.Module):
             The block (invalid for a request whose positions do not follow its cache or do not fit it), and the cache.
 
         Raises:
-            ValueError: wrong shape, dtype, range or option; the message names the field, the value and what was expected.
+            ValueError: wrong shape, dtype, range or option; the message names field, value and what was expected.
         """
         features = self._features(cache, features)
         batch = features.shape[0]

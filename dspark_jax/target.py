@@ -49,8 +49,8 @@ class Target(Protocol):
         What the cache holds at or beyond `start` is ignored and replaced.
 
         Returns:
-            hidden [B, T, n] that `logits` takes; the outputs of layers `taps` (static), concatenated: [B, T, len(taps) *
-            Ht]; the cache with these positions written.
+            hidden [B, T, n] that `logits` takes; the outputs of layers `taps` (static), concatenated on the last axis:
+            [B, T, len(taps) * Ht]; the cache with these positions written.
         """
         ...
 
