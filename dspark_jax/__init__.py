@@ -10,9 +10,16 @@ from .api import make_buffer as make_buffer
 from .api import make_draft_fn as make_draft_fn
 from .api import make_draft_from_logits_fn as make_draft_from_logits_fn
 from .api import teacher_forced_logits as teacher_forced_logits
+from .calibration import Calibration as Calibration
+from .calibration import fit_calibration as fit_calibration
+from .calibration import load_calibration as load_calibration
 from .checkpoint.load import load_head as load_head
 from .config import DraftConfig as DraftConfig
 from .config import DSparkConfig as DSparkConfig
+from .costs import CostTable as CostTable
+from .costs import profile_sps as profile_sps
+from .schedule import PrefixScheduler as PrefixScheduler
+from .schedule import ThresholdPolicy as ThresholdPolicy
 from .target_filter import TargetFilter as TargetFilter
 from .types import DraftBlock as DraftBlock
 from .types import DraftBuffer as DraftBuffer
