@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Sets up an environment and runs the main job on the bundled checkpoints: recorded hidden states -> drafted text.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+make_venv "${VENV:-.venv-demo}" cli
+draft() {
+  echo
+  echo "\$ dspark-jax draft $*"
+  "${VENV:-.venv-demo}/bin/dspark-jax" draft "$@"
+}
+
+export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
+draft checkpoints/dspark-vanilla --hidden checkpoints/recorded/vanilla.safetensors
+draft checkpoints/dspark-vanilla --hidden checkpoints/recorded/vanilla.safetensors --draft-topk 256
+draft checkpoints/dspark-rnn --hidden checkpoints/recorded/rnn.safetensors --draft-topk 1024 --temperature 0.7 --seed 1
