@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -23,9 +24,9 @@ class DraftSampling:
         position: int32 [B], index in the sequence of the first drafted token (the anchor's position + 1).
     """
 
-    temperature: jax.Array
-    seed: jax.Array
-    position: jax.Array
+    temperature: Any
+    seed: Any
+    position: Any
 
 
 @partial(

@@ -24,7 +24,9 @@ def add_parser(subparsers: Any) -> None:
         "--hidden", required=True, metavar="FILE",
         help="safetensors file with hidden [B,S,H], anchor_ids [B] and position [B]",
     )  # fmt: skip
-    parser.add_argument("--draft-topk", type=int, metavar="K", help="candidates per step (default: the whole vocabulary)")
+    parser.add_argument(
+        "--draft-topk", type=int, metavar="K", help="candidates per step (default: the whole vocabulary)"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", help="sample at this temperature (default: greedy)")
     parser.add_argument(
         "--seed", type=int, default=None, metavar="N", help="seed of block 0; block i takes N + i (default: 0)"
@@ -34,8 +36,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--min-confidence", type=float, metavar="C", help="prune each block below this confidence")
     parser.add_argument("--num-speculative-tokens", type=int, metavar="S", help="draft only the first S recorded steps")
     parser.add_argument("--dtype", help="dtype of the weights (default: as stored)")
-    parser.add_argument("--target", metavar="DIR", help="directory of the target, for a missing LM head and the tokenizer")
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: the checkpoint's or the target's)")
+    parser.add_argument(
+        "--target", metavar="DIR", help="directory of the target, for a missing LM head and the tokenizer"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="tokenizer.json (default: the checkpoint's or the target's)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
@@ -105,11 +111,15 @@ def _read_recorded(path: str) -> tuple[Any, Any, Any]:
         if name not in files:
             raise ValueError(f"{path}: tensor {name!r} is missing, expected {', '.join(ranks)}; found {sorted(files)}")
         if len(files[name].shape) != rank:
-            raise ValueError(f"{path}: tensor {name!r}: found shape {list(files[name].shape)}, expected {rank} dimensions")
+            raise ValueError(
+                f"{path}: tensor {name!r}: found shape {list(files[name].shape)}, expected {rank} dimensions"
+            )
     hidden, anchors, positions = (files.read(name) for name in ranks)
     for name, array in (("anchor_ids", anchors), ("position", positions)):
         if array.shape[0] != hidden.shape[0]:
-            raise ValueError(f"{path}: tensor {name!r}: found {array.shape[0]} rows, expected {hidden.shape[0]} as in hidden")
+            raise ValueError(
+                f"{path}: tensor {name!r}: found {array.shape[0]} rows, expected {hidden.shape[0]} as in hidden"
+            )
     return hidden, anchors, positions
 
 
@@ -132,7 +142,7 @@ def _draft_and_time(head: Any, config: Any, hidden: Any, anchors: Any, sampling:
     return block, {
         "device": jax.devices()[0].device_kind,
         "milliseconds_per_call": statistics.median(times),
-        "temporary_bytes": memory.temp_size_in_bytes,
+        "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
     }
 
 
@@ -141,7 +151,11 @@ def _blocks(block: Any, anchors: Any, positions: Any, dense: Any, tokenizer: Any
 
     tokens, num_draft, valid = (np.asarray(x) for x in (block.tokens, block.num_draft, block.valid))
     confidence = None if block.confidence is None else np.asarray(block.confidence, np.float64)
-    decode = (lambda ids: None) if tokenizer is None else (lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False))
+    decode = (
+        (lambda ids: None)
+        if tokenizer is None
+        else (lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False))
+    )
     found = []
     for b, row in enumerate(tokens.tolist()):
         found.append(
@@ -149,7 +163,7 @@ def _blocks(block: Any, anchors: Any, positions: Any, dense: Any, tokenizer: Any
                 "anchor_id": int(anchors[b]),
                 "position": int(positions[b]),
                 "tokens": row,
-                "anchor_text": decode([int(anchors[b])]) if 0 <= int(anchors[b]) else None,
+                "anchor_text": decode([int(anchors[b])]) if int(anchors[b]) >= 0 else None,
                 "text": decode(row),
                 "num_draft": int(num_draft[b]),
                 "valid": bool(valid[b]),
@@ -202,6 +216,7 @@ def _print_table(report: dict[str, Any], *, has_text: bool) -> None:
             line.append("yes" if b["equals_dense"] else "no")
         lines.append(line)
     _print_lines(header, lines)
+    temporaries = report["temporary_bytes"]  # None where the backend does not tell
     form = "dense" if k is None else f"top-{k}"
     how = "greedy" if report["temperature"] is None else f"sampled at temperature {report['temperature']:g}"
     print(
@@ -210,7 +225,7 @@ def _print_table(report: dict[str, Any], *, has_text: bool) -> None:
     )
     print(
         f"{report['milliseconds_per_call']:.2f} ms per call (median of {CALLS} after warm-up), "
-        f"{report['temporary_bytes']:,} bytes of temporaries"
+        + (f"{temporaries:,} bytes of temporaries" if temporaries is not None else "bytes of temporaries unknown here")
     )
     if k is not None:
         same = sum(b["equals_dense"] for b in blocks)

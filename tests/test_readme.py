@@ -1,0 +1,31 @@
+"""The README's Python examples run as written, from the repository's root, and print what they say."""
+
+import pathlib
+import re
+import runpy
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example_runs(number, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    script = tmp_path / "example.py"
+    script.write_text(EXAMPLES[number], encoding="utf-8")
+    runpy.run_path(str(script))
+    printed = capsys.readouterr().out
+    for line in re.findall(r"^print\(.*\)  # (.+)$", EXAMPLES[number], re.MULTILINE):
+        assert line in printed
+
+
+def test_there_is_an_example_of_about_twenty_lines():
+    assert len(EXAMPLES) >= 1
+    assert 10 <= len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 25
+
+
+def test_commands_named_exist():
+    for script in re.findall(r"scripts/[\w.]+", (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert (ROOT / script).is_file(), script
