@@ -18,8 +18,15 @@ from .config import DraftConfig as DraftConfig
 from .config import DSparkConfig as DSparkConfig
 from .costs import CostTable as CostTable
 from .costs import profile_sps as profile_sps
+from .drafter import Drafter as Drafter
+from .drafter import load_drafter as load_drafter
+from .generate import Generated as Generated
+from .generate import generate as generate
+from .generate import stream as stream
 from .schedule import PrefixScheduler as PrefixScheduler
 from .schedule import ThresholdPolicy as ThresholdPolicy
+from .target import Target as Target
+from .target import load_target as load_target
 from .target_filter import TargetFilter as TargetFilter
 from .types import DraftBlock as DraftBlock
 from .types import DraftBuffer as DraftBuffer
