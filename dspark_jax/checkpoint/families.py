@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import names as canonical_names
+from .names import is_head as is_head
 
 Names = frozenset[str]
 Raw = Mapping[str, Any]
@@ -171,6 +172,15 @@ FAMILIES: tuple[Family, ...] = (
         ("_orig_mod.",),
     ),
     Family("deepseek-v4", _is_v4, V4_HEADS + V4_BACKBONE, V4_SHAPES, TENSORS, _V4_NOTE, ("_orig_mod.",)),
+    # What a conversion of the two above writes: canonical names around the V4 block.
+    Family(
+        "deepseek-v4-flat",
+        _any(r"^layers\.\d+\.attn\.wq_a\.weight$"),
+        HEAD + identity(V4_SHAPES),
+        V4_SHAPES,
+        TENSORS,
+        _V4_NOTE,
+    ),
     Family(
         "minimax",
         _any(r"(^|\.)dspark\.layers\.\d+\.decoder_layer\."),

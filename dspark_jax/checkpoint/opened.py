@@ -12,7 +12,8 @@ import numpy as np
 from ..config import DSparkConfig, read_json_config
 from . import families, normalise, resolve
 from .names import D2T, EMBEDDING, LM_HEAD, T2D, is_head
-from .read import TensorFiles
+from .orbax_tree import OrbaxFiles, is_orbax
+from .read import Files, TensorFiles
 from .target import find_in_target
 from .tensor import Tensor, make_tensor
 
@@ -39,7 +40,7 @@ class Checkpoint:
     flat: dict[str, Any]
     config: DSparkConfig
     tensors: dict[str, Tensor]
-    files: TensorFiles
+    files: Files
     left_out: dict[str, str]
     notes: list[str]
 
@@ -137,7 +138,7 @@ def open_checkpoint(path: str | os.PathLike[str], target: str | os.PathLike[str]
     if path.endswith(".gguf") or (os.path.isdir(path) and _only_gguf(path)):
         raise ValueError(f"{path}: family gguf: GGUF files are not supported")
     raw = read_json_config(path if os.path.isdir(path) else os.path.dirname(path) or ".")
-    files = TensorFiles(path)
+    files = OrbaxFiles(path) if is_orbax(path) else TensorFiles(path)
     family = families.detect(files, raw)
     if family.support == families.REFUSED:
         raise ValueError(f"{path}: family {family.name}: {family.note}")
@@ -164,7 +165,7 @@ def _only_gguf(directory: str) -> bool:
 
 
 def _own_tensors(
-    files: TensorFiles, mapped: families.Mapped, raw: Mapping[str, Any], problems: list[str], left_out: dict[str, str]
+    files: Files, mapped: families.Mapped, raw: Mapping[str, Any], problems: list[str], left_out: dict[str, str]
 ) -> dict[str, Tensor]:
     quantisation = raw.get("quantization_config")
     stated = quantisation.get("weight_block_size") if isinstance(quantisation, Mapping) else None

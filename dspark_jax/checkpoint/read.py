@@ -159,7 +159,26 @@ def _check_coverage(path: str, infos: Mapping[str, TensorInfo], data_start: int,
         raise ValueError(f"{path}: {size - end} bytes after the last tensor belong to none")
 
 
-class TensorFiles(Mapping[str, TensorInfo]):
+class Files(Mapping[str, TensorInfo]):
+    """What a store of tensors offers: name -> TensorInfo as a mapping, and reading by name."""
+
+    path: str
+
+    @property
+    def opened(self) -> list[str]:
+        """Names of the files that have been opened so far."""
+        raise NotImplementedError
+
+    def available(self, name: str) -> bool:
+        """Say whether the file that holds a tensor is there (opens nothing)."""
+        raise NotImplementedError
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Read one tensor, or its rows start .. stop."""
+        raise NotImplementedError
+
+
+class TensorFiles(Files):
     """The tensors of a checkpoint: name -> TensorInfo, and `read` for the data.
 
     One file, a directory with model.safetensors.index.json (then only the shards that hold asked-for names are opened,
@@ -227,7 +246,7 @@ class TensorFiles(Mapping[str, TensorInfo]):
         return self._shard_of[name] in self._headers or os.path.exists(self._file(self._shard_of[name]))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Map one tensor, or its rows start .. stop, read-only: pages are read when touched, given back when dropped."""
+        """Map one tensor, or its rows start .. stop, read-only: pages are read when touched, freed when dropped."""
         info = self[name]
         dtype, shape, first, last = DTYPES[info.dtype], info.shape, info.start, info.stop
         if shape and stop is not None:

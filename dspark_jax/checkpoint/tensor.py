@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import dequantize
-from .read import DTYPES, TensorFiles
+from .read import DTYPES, Files
 
 CHUNK = 1 << 25  # bytes of result decoded at once
 
@@ -30,7 +30,7 @@ class Tensor:
     """
 
     name: str
-    files: TensorFiles
+    files: Files
     source: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -84,7 +84,7 @@ class Tensor:
 
 
 def make_tensor(
-    name: str, files: TensorFiles, source: str, scale: str | None, origin: str, stated_block: int | None
+    name: str, files: Files, source: str, scale: str | None, origin: str, stated_block: int | None
 ) -> Tensor:
     """Describe one tensor from its header entry and that of its scales.
 

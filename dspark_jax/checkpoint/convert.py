@@ -1,0 +1,189 @@
+"""Conversion of any supported checkpoint into a normalised safetensors directory or an Orbax tree: `convert`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..config import check_choice, invalid
+from . import orbax_tree
+from .families import HEAD_ONLY
+from .hub import local_path
+from .names import D2T, EMBEDDING, LM_HEAD, T2D, is_head
+from .normal_form import explicit_config
+from .opened import Checkpoint, open_checkpoint
+from .progress import Progress
+from .read import DTYPE_NAMES, DTYPES
+from .tensor import Tensor
+from .write import MANIFEST, appearing_directory, check_destination, digest, write_json, write_safetensors
+
+FORMATS = ("safetensors", "orbax")
+DTYPE_CHOICES = ("keep", "bf16", "f32")
+_CASTS = {"bf16": "BF16", "f32": "F32"}
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+HOW_TO_SUPPLY = "not in the checkpoint: convert with --target DIR, or load with target="
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    format: str = "safetensors",
+    dtype: str = "keep",
+    target: str | os.PathLike[str] | None = None,
+    head_only: bool = False,
+    force: bool = False,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Convert a checkpoint; every tensor of the source is written, or left out for a named reason.
+
+    Tensors are streamed, one at a time and in parts; quantised weights are decoded to bfloat16. The destination appears
+    under its name only when it is complete.
+
+    Args:
+        source: directory, safetensors file or Hugging Face repository id ("owner/name" or "owner/name@revision").
+        destination: directory to make.
+        format: "safetensors" (DeepSpec names, one file) or "orbax" (what StandardCheckpointer reads).
+        dtype: "keep" the stored dtypes, or write all float weights as "bf16" or "f32".
+        target: the target's directory, for an embedding or LM head that the checkpoint does not store.
+        head_only: write the head's tensors alone.
+        force: replace an earlier result.
+        progress: show a bar when it takes over a second.
+
+    Returns:
+        The manifest, as written to dspark_manifest.json.
+
+    Raises:
+        FileExistsError: the destination exists.
+        FileNotFoundError, ValueError, ImportError: as open_checkpoint; NaN weights; a missing optional package.
+    """
+    check_choice("format", format, FORMATS)
+    check_choice("dtype", dtype, DTYPE_CHOICES)
+    destination = os.path.abspath(destination)
+    check_destination(destination, force)
+    path = local_path(source, head_only=head_only)
+    if os.path.realpath(path).startswith(os.path.join(os.path.realpath(destination), "")) or (
+        os.path.realpath(path) == os.path.realpath(destination)
+    ):
+        raise invalid("destination", destination, "a directory that does not hold the source")
+    checkpoint = open_checkpoint(path, target)
+    checkpoint.draft_to_target()  # checks d2t against t2d before anything is written
+    if not head_only:
+        if checkpoint.family.support == HEAD_ONLY:
+            raise ValueError(f"{checkpoint.path}: family {checkpoint.family.name}: {checkpoint.family.note}")
+        checkpoint.check_backbone()
+    return _Conversion(checkpoint, format, dtype, head_only).write(os.fspath(source), destination, progress)
+
+
+class _Conversion:
+    """One run: which tensors are written, in which dtype, and the account of them."""
+
+    def __init__(self, checkpoint: Checkpoint, format: str, dtype: str, head_only: bool) -> None:
+        self.checkpoint, self.format, self.dtype, self.head_only = checkpoint, format, dtype, head_only
+        self.left_out = dict(checkpoint.left_out)
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in checkpoint.tensors.items():
+            if name == T2D:
+                self.left_out[tensor.source] = "checked against d2t, which says the same"
+            elif head_only and not is_head(name):
+                for origin in tensor.sources:
+                    self.left_out[origin] = "backbone tensor (--head-only)"
+            else:
+                self.tensors[name] = tensor
+
+    def out_dtype(self, tensor: Tensor) -> np.dtype[Any]:
+        """Return the dtype that a tensor is written in."""
+        if self.dtype == "keep" or DTYPE_NAMES[tensor.dtype] not in _FLOATS:
+            return tensor.dtype
+        return DTYPES[_CASTS[self.dtype]]
+
+    def write(self, source: str, destination: str, progress: bool) -> dict[str, Any]:
+        """Write everything into a directory that appears at the end; return the manifest."""
+        total = sum(tensor.nbytes for tensor in self.tensors.values())
+        config, no_backbone = explicit_config(self.checkpoint, self._main_dtype())
+        with appearing_directory(destination) as directory, Progress(total, progress) as bar:
+            self.bar = bar
+            digests = self._write_orbax(directory) if self.format == "orbax" else self._write_safetensors(directory)
+            manifest = self._manifest(source, config, no_backbone, digests)
+            write_json(os.path.join(directory, "config.json"), config)
+            write_json(os.path.join(directory, MANIFEST), manifest)
+        return manifest
+
+    def _main_dtype(self) -> str:
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            name = self.out_dtype(tensor).name
+            sizes[name] = sizes.get(name, 0) + tensor.nbytes
+        floats = {name: size for name, size in sizes.items() if "float" in name}
+        return max(floats, key=lambda name: floats[name]) if floats else "bfloat16"
+
+    def _chunks(self, name: str) -> Iterator[np.ndarray]:
+        """Yield a tensor's rows in order, as they are written."""
+        tensor = self.tensors[name]
+        for chunk in tensor.chunks():
+            if DTYPE_NAMES[tensor.dtype] in _FLOATS and np.isnan(chunk).any():
+                raise ValueError(f"{tensor.source}: holds NaN (weights that were never written), expected numbers")
+            self.bar.add(name, chunk.nbytes)
+            yield chunk.astype(self.out_dtype(tensor), copy=False)
+
+    def _write_safetensors(self, directory: str) -> dict[str, str]:
+        entries = {name: (tensor.shape, self.out_dtype(tensor)) for name, tensor in self.tensors.items()}
+        return write_safetensors(os.path.join(directory, "model.safetensors"), entries, self._chunks)
+
+    def _write_orbax(self, directory: str) -> dict[str, str]:
+        leaves = {name: self._leaf(tensor) for name, tensor in self.tensors.items()}
+        # A pass of its own: Orbax asks for blocks in another order than the rows that are checked and hashed.
+        digests = {name: digest(self._chunks(name)) for name in leaves}
+        orbax_tree.write_tree(directory, leaves)
+        return digests
+
+    def _leaf(self, tensor: Tensor) -> orbax_tree.Lazy:
+        if tensor.name == D2T:
+            ids = self.checkpoint.draft_to_target()
+            assert ids is not None
+            return orbax_tree.Lazy(tensor.shape, ids.dtype, False, lambda start, stop: ids[start:stop])
+        dtype, transposed = self.out_dtype(tensor), orbax_tree.is_transposed(tensor.name, len(tensor.shape))
+        shape = tensor.shape[::-1] if transposed else tensor.shape
+        return orbax_tree.Lazy(shape, dtype, transposed, lambda a, b: tensor.rows(a, b).astype(dtype, copy=False))
+
+    def _manifest(
+        self, source: str, config: dict[str, Any], no_backbone: str | None, digests: dict[str, str]
+    ) -> dict[str, Any]:
+        from .. import __version__  # the package is still being imported when this module is
+
+        tensors, sources = {}, {}
+        for name, tensor in sorted(self.tensors.items()):
+            tensors[name] = {
+                "sources": tensor.sources,
+                "origin": tensor.origin,
+                "transform": tensor.transform,
+                "shape": list(tensor.shape),
+                "dtype": DTYPE_NAMES[self.out_dtype(tensor)],
+                "source_dtype": tensor.files[tensor.source].dtype,
+                "sha256": digests[name],
+            }
+            if tensor.files is self.checkpoint.files:
+                sources |= {origin: {"to": name} for origin in tensor.sources}
+        sources |= {origin: {"left_out": reason} for origin, reason in self.left_out.items()}
+        wanted = [LM_HEAD] if self.head_only else [EMBEDDING, LM_HEAD]
+        floats = [t for t in self.tensors.values() if DTYPE_NAMES[t.dtype] in _FLOATS]
+        return {
+            "made_by": f"dspark_jax {__version__}",
+            "format": self.format,
+            "family": self.checkpoint.family.name,
+            "source": source,
+            "files": self.checkpoint.files.opened,
+            "dtype": self.dtype,
+            "head_only": self.head_only,
+            "config": config,
+            "backbone": "left out" if self.head_only else no_backbone or "supported",
+            "tensors": tensors,
+            "sources": sources,
+            "missing": {name: HOW_TO_SUPPLY for name in wanted if name not in self.tensors},
+            "notes": self.checkpoint.notes,
+            "parameters": sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in floats),
+        }

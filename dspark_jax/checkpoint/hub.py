@@ -1,0 +1,69 @@
+"""Checkpoints named by a Hugging Face repository id: only the files that a drafter needs are fetched."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from . import families
+from .extras import require
+from .read import INDEX_FILE, SINGLE_FILE, parse_json_object
+
+# "owner/name" or "owner/name@revision"; anything with other separators is a path.
+REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?")
+
+
+def local_path(source: str | os.PathLike[str], *, head_only: bool = False) -> str:
+    """Return a local path: the source itself where it exists, else the fetched files of a repository id.
+
+    Raises:
+        FileNotFoundError: neither a path nor a repository id, or the repository has no checkpoint.
+        ImportError: a repository id without huggingface_hub.
+    """
+    source = os.fspath(source)
+    if os.path.exists(source):
+        return source
+    match = REPOSITORY.fullmatch(source)
+    if match is None:
+        raise FileNotFoundError(f"{source}: no such file or directory")
+    purpose = f"{source}: no such directory; fetching it as a Hugging Face repository"
+    hub = require("huggingface_hub", "hub", purpose)
+    return _fetch(hub, match[1], match[2], head_only)
+
+
+def _fetch(hub: Any, repository: str, revision: str | None, head_only: bool) -> str:
+    missing = hub.errors.EntryNotFoundError
+
+    def get(name: str) -> str:
+        return hub.hf_hub_download(repository, name, revision=revision)
+
+    try:
+        config = get("config.json")
+        try:
+            index = get(INDEX_FILE)
+        except missing:
+            get(SINGLE_FILE)
+            return os.path.dirname(config)
+        with open(index, "rb") as file:
+            weight_map = parse_json_object(index, file.read()).get("weight_map")
+        for shard in needed_shards(weight_map, head_only):
+            get(shard)
+    except missing as error:
+        raise FileNotFoundError(f"{repository}: {error}") from None
+    except hub.errors.HfHubHTTPError as error:
+        raise OSError(f"{repository}: {error}") from None
+    return os.path.dirname(config)
+
+
+def needed_shards(weight_map: Any, head_only: bool = False) -> list[str]:
+    """Return the shards that hold a drafter's tensors, by the index alone."""
+    if not isinstance(weight_map, dict):
+        raise ValueError("weight_map: expected an object")
+    family = families.detect(weight_map, {})
+    mapped = families.map_names(family, weight_map)
+    sources = [*mapped.sources.items(), *mapped.scales.items()]
+    wanted = {weight_map[source] for name, source in sources if not head_only or families.is_head(name)}
+    # Names that no row knows are fetched too: opening the checkpoint then reports them.
+    wanted |= set() if mapped.sources else set(weight_map.values())
+    return sorted(map(str, wanted))

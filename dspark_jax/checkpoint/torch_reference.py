@@ -1,0 +1,179 @@
+"""A second, independent reading of checkpoints and drafting with the head, in PyTorch: what `verify` compares with.
+
+Nothing of the JAX side is used: files are read by safetensors for PyTorch, tensors found by what their names end in,
+quantised weights decoded with PyTorch's own float8 types, and the head written out again from its equations.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .extras import require
+
+PURPOSE = "verifying against an independent reading of the source"
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class TorchSource:
+    """A checkpoint as PyTorch sees it: `names`, `read(name)`, and the raw config."""
+
+    def __init__(self, path: str) -> None:
+        self.torch = require("torch", None, PURPOSE)
+        self.safe_open = require("safetensors", None, PURPOSE).safe_open
+        directory = path if os.path.isdir(path) else os.path.dirname(path)
+        with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
+            self.config: dict[str, Any] = json.load(file)
+        index = os.path.join(directory, "model.safetensors.index.json")
+        self._file_of: dict[str, str] = {}
+        if os.path.isdir(path) and os.path.exists(index):
+            with open(index, encoding="utf-8") as file:
+                weight_map = json.load(file)["weight_map"]
+            self._file_of = {name: os.path.join(directory, shard) for name, shard in weight_map.items()}
+        else:
+            file_name = _single(path)
+            with self.safe_open(file_name, framework="pt") as file:
+                self._file_of = dict.fromkeys(file.keys(), file_name)
+
+    @property
+    def names(self) -> list[str]:
+        """All tensor names."""
+        return sorted(self._file_of)
+
+    def read(self, name: str) -> Any:
+        """Read one tensor as PyTorch does."""
+        with self.safe_open(self._file_of[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def has(self, name: str) -> bool:
+        """Say whether a tensor is named and its file is there."""
+        return name in self._file_of and os.path.exists(self._file_of[name])
+
+    def decode(self, names: list[str]) -> Any:
+        """Read a tensor with, where a second name is given, its block scales; quantised ones become bfloat16."""
+        torch, weight = self.torch, self.read(names[0])
+        if len(names) == 1:
+            return weight
+        scale = torch.exp2(self.read(names[1]).view(torch.uint8).to(torch.float32) - 127)
+        if weight.dtype == torch.float8_e4m3fn:
+            wide = weight.to(torch.float32)
+            side = next(b for b in (128, 32) if tuple(-(-n // b) for n in wide.shape) == tuple(scale.shape))
+            grid = scale.repeat_interleave(side, 0).repeat_interleave(side, 1)
+            return (wide * grid[: wide.shape[0], : wide.shape[1]]).to(torch.bfloat16)
+        bits = weight.view(torch.uint8).to(torch.int64)
+        table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+        wide = torch.empty(bits.shape[0], 2 * bits.shape[1])
+        wide[:, 0::2], wide[:, 1::2] = table[bits % 16], table[bits // 16]
+        return (wide * scale.repeat_interleave(32, 1)).to(torch.bfloat16)
+
+
+def _single(path: str) -> str:
+    if not os.path.isdir(path):
+        return path
+    found = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+    return os.path.join(path, "model.safetensors" if "model.safetensors" in found else found[0])
+
+
+def find_key(config: Any, key: str) -> Any:
+    """Return the first non-null value of a key anywhere in a config."""
+    if isinstance(config, dict):
+        if config.get(key) is not None:
+            return config[key]
+        return next((value for inner in config.values() if (value := find_key(inner, key)) is not None), None)
+    return None
+
+
+def _ending(names: Iterable[str], *endings: str) -> str | None:
+    """Return the one name that is an ending, or ends in a dot and one, the first ending that occurs counting."""
+    for ending in endings:
+        found = [name for name in names if name == ending or name.endswith("." + ending)]
+        if found:
+            return sorted(found, key=len)[0]
+    return None
+
+
+class TorchHead:
+    """The head in PyTorch, float32.
+
+    Args:
+        source: the checkpoint.
+        target: the target's directory, for a missing LM head.
+        rounded: maps a tensor to what the conversion stored (a change of dtype), before the float32 arithmetic.
+    """
+
+    def __init__(self, source: TorchSource, target: str | None, rounded: Callable[[Any], Any]) -> None:
+        self.torch = torch = source.torch
+        names = [name for name in source.names if "verifier" not in name]
+        heads = [name for name in names if "markov_head" in name or "confidence_head" in name]
+
+        def get(*endings: str) -> Any:
+            name = _ending(heads, *endings)
+            return None if name is None else rounded(source.read(name)).to(torch.float32)
+
+        self.w1 = get("markov_head.markov_w1.weight", "markov_head.embed.weight")
+        self.w2 = get("markov_head.markov_w2.weight", "markov_head.head.weight")
+        self.gate = get("markov_head.gate_proj.weight"), get("markov_head.gate_proj.bias")
+        self.joint = get("markov_head.joint_proj.weight"), get("markov_head.joint_proj.bias")
+        weight = get("confidence_head.proj.weight", "confidence_head.weight")
+        bias = get("confidence_head.proj.bias", "confidence_head.bias")
+        self.confidence = None if weight is None else (weight[0], 0.0 if bias is None else bias[0])
+        self.table = None
+        if (name := _ending(names, "d2t")) is not None:
+            offsets = source.read(name)
+            self.table = offsets + torch.arange(offsets.shape[0])
+        self.lm_head = rounded(_find_lm_head(source, names, target, self.table)).to(torch.float32)
+        self.cap = find_key(source.config, "final_logit_softcapping")
+        self.scale = find_key(source.config, "logit_scale") or 1.0
+
+    def draft(self, hidden: Any, anchors: Any) -> tuple[Any, Any, Any]:
+        """Walk greedily: hidden [B, S, H], anchors [B] -> tokens [B, S], logits [B, S, Vd], confidence logits."""
+        torch = self.torch
+        base = hidden @ self.lm_head.T * self.scale
+        if self.cap is not None:
+            base = self.cap * torch.tanh(base / self.cap)
+        previous, state, tokens, logits, confidence = anchors, None, [], [], []
+        for s in range(hidden.shape[1]):
+            h, e, row = hidden[:, s], None, base[:, s]
+            if self.w1 is not None:
+                e = self.w1[previous]
+                z, state = self._latent(h, e, state)
+                row = row + z @ self.w2.T
+            if self.confidence is not None:
+                weight, bias = self.confidence
+                inputs = h if weight.shape[0] == h.shape[1] else torch.cat([h, e], 1)
+                confidence.append(inputs @ weight + bias)
+            best = row.argmax(1)
+            previous = best if self.table is None else self.table[best]
+            tokens.append(previous)
+            logits.append(row)
+        return torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(confidence, 1) if confidence else None
+
+    def _latent(self, h: Any, e: Any, state: Any) -> tuple[Any, Any]:
+        torch = self.torch
+        if self.gate[0] is not None:
+            return torch.sigmoid(torch.cat([h, e], 1) @ self.gate[0].T + self.gate[1]) * e, None
+        if self.joint[0] is not None:
+            state = torch.zeros_like(e) if state is None else state
+            g, c, o = (torch.cat([state, e, h], 1) @ self.joint[0].T + self.joint[1]).chunk(3, 1)
+            keep = torch.sigmoid(g)
+            return torch.tanh(o), keep * state + (1 - keep) * torch.tanh(c)
+        return e, None
+
+
+def _find_lm_head(source: TorchSource, names: list[str], target: str | None, table: Any) -> Any:
+    """Return the LM head [Vd, H]: the drafter's, that of the target in the same shards, or the given target's."""
+    own = [name for name in names if re.fullmatch(r"(.*\.)?lm_head\.weight|mtp\.\d+\.head\.weight|head\.weight", name)]
+    own = sorted(filter(source.has, own), key=lambda name: (not name.startswith("mtp."), len(name)))
+    if own:
+        return source.read(own[0])
+    if target is None:
+        raise ValueError("lm_head.weight: not in the source; give --target, the target's directory")
+    there = TorchSource(target)
+    name = _ending(there.names, "lm_head.weight", "head.weight", "embed_tokens.weight", "embed.weight")
+    if name is None:
+        raise ValueError(f"{target}: no LM head and no embedding")
+    weight = there.read(name)
+    return weight if table is None else weight[table]

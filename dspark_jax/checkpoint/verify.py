@@ -1,0 +1,192 @@
+"""`verify`: does a conversion say what its source says? Read again by other code, drafted by another implementation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from .hub import local_path
+from .load import load_head
+from .names import LM_HEAD
+from .opened import Checkpoint, open_checkpoint
+from .torch_reference import TorchHead, TorchSource
+from .write import MANIFEST, digest
+
+# Of the largest logit: products of a few thousand float32 terms in two orders of summation.
+TOLERANCE = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What was compared, and how far apart the two sides are.
+
+    Attributes:
+        tensors: number of tensors of the result that were compared with the source.
+        problems: one sentence per tensor that differs or is unaccounted for.
+        blocks, steps: size of the random draft; 0 where no LM head was there to draft with.
+        logit_error, confidence_error: largest absolute differences (confidence None without that head).
+        tolerance: the largest allowed ones.
+        token_agreement: share of equal tokens.
+        unexplained: tokens that differ although the two best logits are further apart than the tolerance.
+    """
+
+    tensors: int
+    problems: list[str]
+    blocks: int
+    steps: int
+    logit_error: float
+    confidence_error: float | None
+    tolerance: float
+    token_agreement: float
+    unexplained: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the conversion is right."""
+        errors = max(self.logit_error, self.confidence_error or 0.0)
+        # NaN compares false, so it fails.
+        return not self.problems and self.unexplained == 0 and errors <= self.tolerance
+
+
+def verify(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    target: str | os.PathLike[str] | None = None,
+    blocks: int = 8,
+    seed: int = 0,
+) -> Verification:
+    """Compare a conversion with its source, tensor by tensor and by drafting random hidden states.
+
+    Args:
+        source: the checkpoint that was converted.
+        destination: the result of `convert`.
+        target: the target's directory, where the embedding or LM head came from it.
+        blocks: random blocks to draft.
+        seed: of the random hidden states.
+
+    Raises:
+        ImportError: PyTorch is not installed.
+        ValueError, FileNotFoundError: one of the two cannot be read.
+    """
+    target = None if target is None else os.fspath(target)
+    torch_source = TorchSource(local_path(source))
+    checkpoint = open_checkpoint(destination)
+    manifest = _read_manifest(checkpoint.path)
+    problems = _account(torch_source, manifest) + _compare_tensors(torch_source, checkpoint, manifest, target)
+    if LM_HEAD not in checkpoint and target is None:
+        note = f"{LM_HEAD}: in neither source nor result, so nothing can be drafted; give --target"
+        return Verification(len(checkpoint.names), [*problems, note], 0, 0, 0.0, None, TOLERANCE, 0.0, 0)
+    return _draft(torch_source, checkpoint, manifest, target, problems, blocks, seed)
+
+
+def _read_manifest(path: str) -> dict[str, Any]:
+    try:
+        with open(os.path.join(path, MANIFEST), encoding="utf-8") as file:
+            manifest = json.load(file)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no {MANIFEST}, so not the result of a conversion") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {MANIFEST}: not valid JSON ({error})") from None
+    if not isinstance(manifest, dict) or not all(isinstance(manifest.get(key), dict) for key in ("tensors", "sources")):
+        raise ValueError(f"{path}: {MANIFEST}: expected an object with tensors and sources")
+    return manifest
+
+
+def _account(source: TorchSource, manifest: dict[str, Any]) -> list[str]:
+    """Every tensor of the source is written or left out for a reason."""
+    known = manifest["sources"]
+    problems = [f"{name}: in the source, but not in the manifest" for name in source.names if name not in known]
+    problems += [f"{name}: in the manifest, but not in the source" for name in known if name not in set(source.names)]
+    return problems
+
+
+def _compare_tensors(
+    source: TorchSource, checkpoint: Checkpoint, manifest: dict[str, Any], target: str | None
+) -> list[str]:
+    torch, problems = source.torch, []
+    there = None if target is None else TorchSource(target)
+    if set(checkpoint.names) != set(manifest["tensors"]):
+        different = sorted(set(checkpoint.names) ^ set(manifest["tensors"]))
+        problems.append(f"{', '.join(different)}: in only one of manifest and files")
+    for name, entry in manifest["tensors"].items():
+        if name not in checkpoint:
+            continue
+        array = checkpoint.get(name)
+        if digest([array]) != entry["sha256"]:
+            problems.append(f"{name}: its bytes are not those that were written (checksum)")
+        files = source if all(map(source.has, entry["sources"])) and entry["transform"] != "rows" else there
+        if files is None:
+            continue  # it came from a target that is not given now; its checksum was compared
+        wanted = files.decode(entry["sources"])
+        if entry["transform"] == "rows":
+            wanted = wanted[source.read("d2t") + torch.arange(array.shape[0])]
+        found = _to_torch(torch, array)
+        wanted = wanted.to(found.dtype)
+        if found.shape != wanted.shape or not torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)):
+            problems.append(f"{name}: differs from {' with '.join(entry['sources'])} of the source")
+    return problems
+
+
+def _to_torch(torch: Any, array: np.ndarray) -> Any:
+    array = np.array(array, order="C")  # a copy of its own: mapped files are read-only
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _draft(
+    source: TorchSource,
+    checkpoint: Checkpoint,
+    manifest: dict[str, Any],
+    target: str | None,
+    problems: list[str],
+    blocks: int,
+    seed: int,
+) -> Verification:
+    from ..api import draft_block, teacher_forced_logits
+
+    torch, config = source.torch, checkpoint.config
+    cast = {"bf16": torch.bfloat16, "f32": torch.float32}.get(str(manifest.get("dtype")))
+    reference = TorchHead(source, target, lambda tensor: tensor if cast is None else tensor.to(cast))
+    head = load_head(checkpoint.path, dtype="float32", target=target)
+    rng = np.random.default_rng(seed)
+    hidden = rng.standard_normal((blocks, config.max_steps, config.hidden_size)).astype(np.float32)
+    anchors = rng.integers(0, config.vocab_size, blocks)
+    with torch.no_grad():
+        tokens, logits, confidence = reference.draft(torch.from_numpy(hidden), torch.from_numpy(anchors))
+        tolerance = TOLERANCE * max(1.0, float(logits.abs().max()))
+        best = logits.topk(min(2, logits.shape[-1]), -1).values
+    block = draft_block(head, hidden, anchors.astype(np.int32))
+    # Logits along the reference's walk, so that one close call does not send the two sides different ways.
+    previous = np.concatenate([anchors[:, None], tokens.numpy()[:, :-1]], 1).astype(np.int32)
+    forced = np.asarray(teacher_forced_logits(head, hidden, previous), np.float32).transpose(1, 0, 2)
+    wanted = logits.numpy()
+    if head.config.Vd > config.vocab_size:  # padded columns are never drafted
+        forced, wanted = forced[..., : config.vocab_size], wanted[..., : config.vocab_size]
+    clear = np.logical_and.accumulate((best[..., 0] - best[..., -1]).numpy() > 2 * tolerance, axis=1)
+    same = np.asarray(block.tokens) == tokens.numpy()
+    found = block.confidence_logits
+    confidence_error = None
+    if (confidence is None) != (found is None):
+        problems = [*problems, "confidence_head: in only one of source and result"]
+    elif confidence is not None and found is not None:
+        agree = np.logical_and.accumulate(same, axis=1)
+        agree = np.concatenate([np.ones_like(agree[:, :1]), agree[:, :-1]], 1)
+        difference = np.abs(np.asarray(found, np.float32) - confidence.numpy())
+        confidence_error = float(np.where(agree, difference, 0).max())
+    return Verification(
+        tensors=len(checkpoint.names),
+        problems=problems,
+        blocks=blocks,
+        steps=config.max_steps,
+        logit_error=float(np.abs(forced - wanted).max()),
+        confidence_error=confidence_error,
+        tolerance=tolerance,
+        token_agreement=float(same.mean()),
+        unexplained=int((~same & clear).sum()),
+    )
