@@ -8,6 +8,7 @@ import json
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16, which safetensors needs)
 import numpy as np
@@ -138,6 +139,12 @@ def make_inputs(B: int, S: int, H: int, V: int, seed: int = 0) -> tuple[np.ndarr
     """Draw hidden [B, S, H] float32 and anchor_ids [B] int32."""
     rng = np.random.default_rng(seed + 1000)
     return rng.standard_normal((B, S, H)).astype(np.float32), rng.integers(0, V, B).astype(np.int32)
+
+
+@jax.jit
+def base_logits(head: DSparkHead, hidden: jax.Array) -> jax.Array:
+    """Return the head's base logits [S, B, Vd] of hidden [B, S, H], in one program."""
+    return head.base_logits(jnp.swapaxes(hidden, 0, 1))
 
 
 def save_checkpoint(directory: pathlib.Path, weights: Weights, dtype: Any = "float32", **fields: Any) -> pathlib.Path:

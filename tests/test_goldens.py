@@ -42,9 +42,9 @@ def test_head_is_as_stored(case):
 
 def test_base_logits(case):
     _, head, tensors, dtype, _ = case
-    base = jax.jit(lambda head, hidden: head.base_logits(hidden))(head, jnp.swapaxes(tensors["in.hidden"], 0, 1))
+    base = jax.jit(lambda head, hidden: head.base_logits(hidden))(head, np.swapaxes(tensors["in.hidden"], 0, 1))
     assert base.dtype == jnp.dtype(dtype)
-    assert_logits(jnp.swapaxes(base, 0, 1), tensors["out.base_logits"], dtype)
+    assert_logits(np.swapaxes(base, 0, 1), tensors["out.base_logits"], dtype)
 
 
 def test_greedy_tokens(case):
@@ -73,7 +73,7 @@ def same_past(block, tensors):
 def test_corrected_logits(case):
     _, _, tensors, dtype, block = case
     past = same_past(block, tensors)
-    found = f32(jnp.swapaxes(block.logits, 0, 1))
+    found = f32(np.swapaxes(block.logits, 0, 1))
     assert block.logits.dtype == jnp.dtype(dtype)
     assert_logits(found[past], f32(tensors["out.corrected_logits"])[past], dtype)
 
@@ -90,7 +90,7 @@ def test_confidence_logits(case):
 def test_teacher_forced_logits(case):
     _, head, tensors, dtype, _ = case
     logits = dspark_jax.teacher_forced_logits(head, tensors["in.hidden"], tensors["in.teacher_prev_ids"])
-    assert_logits(jnp.swapaxes(logits, 0, 1), tensors["out.teacher_forced_logits"], dtype)
+    assert_logits(np.swapaxes(logits, 0, 1), tensors["out.teacher_forced_logits"], dtype)
 
 
 def test_probabilities_at_temperature(case):
@@ -126,9 +126,9 @@ def test_recorded_rounds(trained):
     assert head.dtype == jnp.float32
     assert margin(rounds["corrected_logits"]).min() > 2 * bound(rounds["corrected_logits"])
     np.testing.assert_array_equal(block.tokens, rounds["tokens"])
-    base = head.base_logits(jnp.swapaxes(rounds["block_hidden"], 0, 1))
-    assert_logits(jnp.swapaxes(base, 0, 1), rounds["base_logits"])
-    assert_logits(jnp.swapaxes(block.logits, 0, 1), rounds["corrected_logits"])
+    base = head.base_logits(np.swapaxes(rounds["block_hidden"], 0, 1))
+    assert_logits(np.swapaxes(base, 0, 1), rounds["base_logits"])
+    assert_logits(np.swapaxes(block.logits, 0, 1), rounds["corrected_logits"])
     assert_logits(block.confidence_logits, rounds["confidence_logits"])
 
 

@@ -6,17 +6,19 @@ in its last place (halves); tokens equal wherever the gap of what was maximised 
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import KINDS, assert_logits, assert_tokens, bound, f32, make_head, make_inputs, margin
+from helpers import KINDS, assert_logits, assert_tokens, base_logits, bound, f32, make_head, make_inputs, margin
 
 import dspark_jax
 from dspark_jax import DraftSampling, sampling
 
 B, S, V, Vd, H = 6, 5, 37, 23, 12
-HEADS = [(kind, size) for kind in (None, *KINDS) for size in (V, Vd)]
+HEADS = [(None, Vd), ("vanilla", V), ("gated", Vd), ("rnn", V)]
 METHODS = ("greedy", "probabilistic")
+# One of the rows is greedy (temperature 0), so the probabilistic method covers both where a test names no method.
 TEMPERATURE = np.asarray([1.0, 0.6, 0.0, 1.4, 1.0, 0.9], np.float32)
 SEED = np.asarray([3, 4, 5, 2**32 - 1, 7, 3], np.uint32)
 POSITION = np.asarray([10, 11, 12, 13, 2**31 - 1, 10], np.int32)
@@ -38,17 +40,20 @@ def block_of(kind, size, method, topk, outputs, dtype="float32"):
     return dspark_jax.draft_block(head, hidden, anchors, sampling=params(method), topk=topk, outputs=outputs)
 
 
-def gaps(block, method, rows=slice(None)):
+@jax.jit
+def scores(row, step, temperature, seed, position):
+    """What a draw maximises, for dense rows [B, V] of one step."""
+    bits = sampling.noise_bits(seed[:, None], position[:, None], step, sampling.DRAFT, jnp.arange(V))
+    return sampling.scores(row, temperature, bits)
+
+
+def gaps(block, method):
     """Margins [B, S] of what each step maximised, in units of logits; block.logits is [S, B, V]."""
-    logits = jnp.asarray(f32(block.logits))
+    logits = f32(block.logits)
     if method == "greedy":
         return margin(logits).T
-    draw = DraftSampling(*(jnp.asarray(x[rows]) for x in (TEMPERATURE, SEED, POSITION)))
-    steps = []
-    for step, row in enumerate(logits):
-        bits = sampling.noise_bits(draw.seed[:, None], draw.position[:, None], step, sampling.DRAFT, jnp.arange(V))
-        scale = np.where(TEMPERATURE[rows] < 1e-5, 1, TEMPERATURE[rows])
-        steps.append(margin(sampling.scores(row, draw.temperature, bits)) * scale)
+    scale = np.where(TEMPERATURE < 1e-5, 1, TEMPERATURE)
+    steps = [margin(scores(row, step, TEMPERATURE, SEED, POSITION)) * scale for step, row in enumerate(logits)]
     return np.stack(steps, axis=1)
 
 
@@ -57,29 +62,25 @@ def gaps(block, method, rows=slice(None)):
 def test_all_candidates_equal_dense(kind, size, method):
     dense = block_of(kind, size, method, None, "logits")
     full = block_of(kind, size, method, size, "logits")
-    allowed = 2 * bound(dense.logits)
-    assert_tokens(full.tokens, dense.tokens, gaps(dense, method), allowed)
+    assert_tokens(full.tokens, dense.tokens, gaps(dense, method), 2 * bound(dense.logits))
     same = (np.asarray(full.tokens) == np.asarray(dense.tokens)).all(1)
     assert same.sum() >= B - 1
     assert_logits(f32(full.logits)[:, same], f32(dense.logits)[:, same])
+    assert (np.isfinite(f32(full.logits)).sum(-1) == size).all()
     if dense.confidence_logits is not None:
         assert_logits(f32(full.confidence_logits)[same], f32(dense.confidence_logits)[same])
-    ids = np.asarray(block_of(kind, size, method, size, "candidates").candidate_ids)
-    head = setting(kind, size)[0]
-    drafted = np.arange(size) if head.target_ids is None else np.asarray(head.target_ids)
-    np.testing.assert_array_equal(np.sort(ids, axis=-1), np.broadcast_to(drafted, ids.shape))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("topk", [1, 7])
-@pytest.mark.parametrize(("kind", "size"), HEADS)
-def test_candidates_are_the_dense_values_of_the_largest_base_logits(kind, size, topk, method):
+@pytest.mark.parametrize(
+    ("kind", "size", "method", "topk"),
+    [(*head, method, 7) for head in HEADS for method in METHODS] + [("vanilla", V, "greedy", 1)],
+)
+def test_candidates_are_the_dense_values_of_the_largest_base_logits(kind, size, method, topk):
     """Candidates' logits equal the dense row where the past is equal; their ids have the largest base values."""
     head, hidden, anchors = setting(kind, size)
     top = block_of(kind, size, method, topk, "candidates")
     rows = block_of(kind, size, method, topk, "logits")
-    base = np.asarray(head.base_logits(jnp.swapaxes(hidden, 0, 1)))
-    order = np.argsort(-base, axis=-1, kind="stable")[..., :topk]
+    order = np.argsort(-np.asarray(base_logits(head, hidden)), axis=-1, kind="stable")[..., :topk]
     drafted = np.arange(size) if head.target_ids is None else np.asarray(head.target_ids)
     np.testing.assert_array_equal(top.candidate_ids, drafted[order])
     # The scattered row holds the candidates bit for bit, and -inf elsewhere.
@@ -92,13 +93,16 @@ def test_candidates_are_the_dense_values_of_the_largest_base_logits(kind, size, 
     assert_logits(top.candidate_logits, np.take_along_axis(dense, order, -1))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "method", "dtype"),
+    [(kind, method, "float32") for kind in KINDS for method in METHODS]
+    + [("vanilla", "probabilistic", "bfloat16"), ("rnn", "greedy", "bfloat16")],
+)
 @pytest.mark.parametrize("topk", [None, 7])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", KINDS)
 def test_every_output_draws_the_same_tokens(kind, method, topk, dtype):
+    size = dict(HEADS)[kind]
     wanted = ("tokens", "logits") if topk is None else ("tokens", "logits", "candidates")
-    first, *others = (block_of(kind, V, method, topk, outputs, dtype) for outputs in wanted)
+    first, *others = (block_of(kind, size, method, topk, outputs, dtype) for outputs in wanted)
     assert first.logits is first.candidate_ids is first.candidate_logits is None
     assert first.method == method
     for block in others:
@@ -111,36 +115,38 @@ def test_every_output_draws_the_same_tokens(kind, method, topk, dtype):
         np.testing.assert_array_equal(np.argmax(f32(rows.logits), axis=-1).T, rows.tokens)
         return
     for step, row in enumerate(f32(rows.logits)):
-        bits = sampling.noise_bits(SEED[:, None], POSITION[:, None], step, sampling.DRAFT, jnp.arange(V))
-        score = np.asarray(sampling.scores(jnp.asarray(row), jnp.asarray(TEMPERATURE), bits))
+        score = np.asarray(scores(row, step, TEMPERATURE, SEED, POSITION))
         chosen = np.take_along_axis(score, np.asarray(rows.tokens)[:, step, None], 1)[:, 0]
         np.testing.assert_allclose(chosen, score.max(1), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("topk", [None, 7])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "method", "topk"),
+    [(kind, "probabilistic", topk) for kind in KINDS for topk in (None, 7)] + [("vanilla", "greedy", None)],
+)
 def test_a_request_draws_the_same_tokens_in_any_row_of_any_batch(kind, method, topk):
-    head, hidden, anchors = setting(kind, V)
-    full = block_of(kind, V, method, topk, "logits")
-    allowed = 2 * bound(full.logits)
+    size = dict(HEADS)[kind]
+    head, hidden, anchors = setting(kind, size)
+    full = block_of(kind, size, method, topk, "logits")
     clear = gaps(full, method)
     for rows in ([0], [4], [5, 4, 3, 2, 1, 0], [0, 0, 3, 0, 1, 3, 2, 5]):
         part = dspark_jax.draft_block(
             head, hidden[rows], anchors[rows], sampling=params(method, rows), topk=topk, outputs="logits"
         )
-        assert_tokens(part.tokens, np.asarray(full.tokens)[rows], clear[rows], allowed)
+        assert_tokens(part.tokens, np.asarray(full.tokens)[rows], clear[rows], 2 * bound(full.logits))
         same = (np.asarray(part.tokens) == np.asarray(full.tokens)[rows]).all(1)
         assert same.mean() > 0.7
         assert_logits(f32(part.logits)[:, same], f32(full.logits)[:, rows][:, same])
-        assert_logits(f32(part.confidence_logits)[same], f32(full.confidence_logits)[rows][same], slack=2)
+        allowed = bound(full.confidence_logits)
+        error = np.abs(f32(part.confidence_logits)[same] - f32(full.confidence_logits)[rows][same])
+        assert error.max() <= allowed
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_fewer_steps_give_a_prefix(kind, method):
-    head, hidden, anchors = setting(kind, V)
-    full = block_of(kind, V, method, None, "logits")
+def test_fewer_steps_give_a_prefix(kind):
+    size, method = dict(HEADS)[kind], "probabilistic"
+    head, hidden, anchors = setting(kind, size)
+    full = block_of(kind, size, method, None, "logits")
     for steps in (1, 3):
         part = dspark_jax.draft_block(head, hidden[:, :steps], anchors, sampling=params(method), outputs="logits")
         assert part.tokens.shape == (B, steps)
@@ -151,45 +157,45 @@ def test_fewer_steps_give_a_prefix(kind, method):
 
 
 @pytest.mark.parametrize("topk", [None, 7])
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("kind", "size"), HEADS)
-def test_logits_in_are_hidden_in(kind, size, method, topk):
+def test_logits_in_are_hidden_in(kind, size, topk):
     """draft_block is draft_from_logits of the head's own base logits."""
     head, hidden, anchors = setting(kind, size)
-    whole = block_of(kind, size, method, topk, "logits")
-    base = head.base_logits(jnp.swapaxes(hidden, 0, 1))
-    block = dspark_jax.draft_from_logits(
-        head, base, anchors, hidden=hidden, sampling=params(method), topk=topk, outputs="logits"
-    )
-    assert_tokens(block.tokens, whole.tokens, gaps(whole, method), 2 * bound(whole.logits))
+    whole = block_of(kind, size, "probabilistic", topk, "logits")
+    base = base_logits(head, hidden)
+    draw = params("probabilistic")
+    block = dspark_jax.draft_from_logits(head, base, anchors, hidden=hidden, sampling=draw, topk=topk, outputs="logits")
+    assert_tokens(block.tokens, whole.tokens, gaps(whole, "probabilistic"), 2 * bound(whole.logits))
     assert_logits(block.logits, whole.logits)
     assert not base.is_deleted()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_teacher_forcing_the_drafted_tokens_gives_the_drafted_rows(kind):
-    head, hidden, anchors = setting(kind, V)
-    block = block_of(kind, V, "probabilistic", None, "logits")
+    size = dict(HEADS)[kind]
+    head, hidden, anchors = setting(kind, size)
+    block = block_of(kind, size, "probabilistic", None, "logits")
     prev = np.concatenate([anchors[:, None], np.asarray(block.tokens)[:, :-1]], axis=1)
-    assert_logits(dspark_jax.teacher_forced_logits(head, hidden, prev), block.logits)
+    columns = np.arange(size) if head.target_ids is None else np.asarray(head.target_ids)
+    assert_logits(dspark_jax.teacher_forced_logits(head, hidden, prev), f32(block.logits)[..., columns])
 
 
 @pytest.mark.parametrize("topk", [None, 7])
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_made_functions_equal_the_plain_ones(kind, method, topk):
+def test_made_functions_equal_the_plain_ones(kind, topk):
     """make_draft_fn and make_draft_from_logits_fn draw what draft_block draws."""
-    head, hidden, anchors = setting(kind, V)
-    whole = block_of(kind, V, method, topk, "logits")
+    size, method = dict(HEADS)[kind], "probabilistic"
+    head, hidden, anchors = setting(kind, size)
+    whole = block_of(kind, size, method, topk, "logits")
     config = dspark_jax.DraftConfig(S, topk, method, "logits")
     buffer = dspark_jax.make_buffer(head, config, B)
     assert (buffer is None) == (topk is None)
     block, _ = dspark_jax.make_draft_fn(config)(head, hidden, anchors, params(method), buffer)
     np.testing.assert_array_equal(block.tokens, whole.tokens)
+    np.testing.assert_array_equal(block.num_draft, whole.num_draft)
     assert_logits(block.logits, whole.logits)
-    base = jnp.array(head.base_logits(jnp.swapaxes(hidden, 0, 1)))
+    base = base_logits(head, hidden)
     block = dspark_jax.make_draft_from_logits_fn(config)(head, base, anchors, params(method), hidden)
     assert_tokens(block.tokens, whole.tokens, gaps(whole, method), 2 * bound(whole.logits))
     assert_logits(block.logits, whole.logits)
-    if block.confidence_logits is not None:
-        assert_logits(block.confidence_logits, whole.confidence_logits, slack=2)
+    assert_logits(block.confidence_logits, whole.confidence_logits)

@@ -1,9 +1,19 @@
 """The library against the independent PyTorch reference (reference.py), on random shapes of every kind of head."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import KINDS, assert_logits, assert_tokens, bound, build_head, f32, make_inputs, make_weights, margin
+from helpers import (
+    KINDS,
+    assert_logits,
+    assert_tokens,
+    base_logits,
+    bound,
+    build_head,
+    f32,
+    make_inputs,
+    make_weights,
+    margin,
+)
 
 import dspark_jax
 
@@ -27,15 +37,12 @@ FIELDS = [
 
 
 def cases():
-    """Every kind with every shape and dtype; options, confidence head and seed change along."""
-    number = 0
-    for kind in (*KINDS, None):
-        for shape in SHAPES:
-            for dtype in ("float32", "bfloat16"):
-                if kind is None and (shape[0] not in (37, 29) or dtype == "bfloat16"):
-                    continue
-                yield pytest.param(kind, shape, dtype, number, id=f"{kind}-{'x'.join(map(str, shape))}-{dtype}")
-                number += 1
+    """Return every kind with every shape; dtype, options, confidence head and seed change along."""
+    cases = [(kind, shape) for kind in KINDS for shape in SHAPES] + [(None, SHAPES[1]), (None, SHAPES[4])]
+    return [
+        pytest.param(kind, shape, ("float32", "bfloat16")[n % 2], n, id=f"{kind}-{'x'.join(map(str, shape))}-{n}")
+        for n, (kind, shape) in enumerate(cases)
+    ]
 
 
 def to_target(rows, head, V):
@@ -48,12 +55,12 @@ def to_target(rows, head, V):
     return dense
 
 
-@pytest.mark.parametrize(("kind", "shape", "dtype", "number"), list(cases()))
+@pytest.mark.parametrize(("kind", "shape", "dtype", "number"), cases())
 def test_random_heads(kind, shape, dtype, number):
     V, Vd, H, r, S, B, k = shape
     confidence = ("markov" if kind else "hidden", "hidden", None)[number % 3]
     fields = FIELDS[number % 4]
-    weights = make_weights(kind, V=V, Vd=Vd, H=H, r=r, seed=number, confidence=confidence)
+    weights = make_weights(kind, V=V, Vd=Vd, H=H, r=r, seed=number + 40, confidence=confidence)
     if number % 5 == 1:
         weights.pop("confidence_head.proj.bias", None)
     hidden, anchors = make_inputs(B, S, H, V, seed=number)
@@ -61,7 +68,8 @@ def test_random_heads(kind, shape, dtype, number):
     softcap, scale = fields.get("final_logit_softcapping"), fields.get("logit_scale", 1.0)
     reference = ReferenceHead(weights, dtype, vocab_size=V, softcap=softcap, logit_scale=scale)
 
-    base = jnp.swapaxes(head.base_logits(jnp.swapaxes(hidden, 0, 1)), 0, 1)
+    rows = base_logits(head, hidden)
+    base = np.swapaxes(rows, 0, 1)
     exact_base = reference.base_logits(hidden).numpy()
     assert_logits(base, exact_base, dtype)
 
@@ -70,12 +78,12 @@ def test_random_heads(kind, shape, dtype, number):
     for topk in (None, k):
         walk = reference.greedy(hidden, anchors, topk=topk, base=f32(base))
         options = {"hidden": hidden, "topk": topk, "outputs": "logits"}
-        block = dspark_jax.draft_from_logits(head, jnp.swapaxes(base, 0, 1), anchors, **options)
+        block = dspark_jax.draft_from_logits(head, rows, anchors, **options)
         allowed = bound(np.append(walk.logits[np.isfinite(walk.logits)], exact_base.ravel()), dtype)
         gaps = margin(walk.logits)
         assert_tokens(block.tokens, walk.tokens, gaps, 2 * allowed)
         clear = np.logical_and.accumulate(np.concatenate([np.ones((B, 1), bool), gaps[:, :-1] > 2 * allowed], 1), 1)
-        found = f32(jnp.swapaxes(block.logits, 0, 1))
+        found = f32(np.swapaxes(block.logits, 0, 1))
         assert found.shape == (B, S, V)
         wanted = to_target(walk.logits, reference, V)
         np.testing.assert_array_equal(np.isfinite(found)[clear], np.isfinite(wanted)[clear])
@@ -86,14 +94,12 @@ def test_random_heads(kind, shape, dtype, number):
         else:
             assert_logits(f32(block.confidence_logits)[clear], walk.confidence_logits[clear], dtype)
         if topk is not None and Vd <= V:
-            top = dspark_jax.draft_from_logits(
-                head, jnp.swapaxes(base, 0, 1), anchors, hidden=hidden, topk=topk, outputs="candidates"
-            )
+            top = dspark_jax.draft_from_logits(head, rows, anchors, hidden=hidden, topk=topk, outputs="candidates")
             ids = walk.candidates + np.asarray(reference.offsets)[walk.candidates]
-            np.testing.assert_array_equal(jnp.swapaxes(top.candidate_ids, 0, 1), ids)
+            np.testing.assert_array_equal(np.swapaxes(top.candidate_ids, 0, 1), ids)
 
     prev = np.random.default_rng(number).integers(0, V, (B, S))
-    forced = f32(jnp.swapaxes(dspark_jax.teacher_forced_logits(head, hidden, prev), 0, 1))
+    forced = f32(np.swapaxes(dspark_jax.teacher_forced_logits(head, hidden, prev), 0, 1))
     columns = np.arange(Vd) + np.asarray(reference.offsets) < V
     exact = reference.teacher_forced(hidden, prev)[..., columns]
     assert_logits(forced[..., columns], exact, dtype)
@@ -114,7 +120,7 @@ def test_ties_go_to_the_lowest_id(kind):
     options = {"hidden": hidden}
     head, rows = build_head(weights), np.swapaxes(base, 0, 1)
     top = dspark_jax.draft_from_logits(head, rows, anchors, topk=k, outputs="candidates", **options)
-    np.testing.assert_array_equal(jnp.swapaxes(top.candidate_ids, 0, 1), walk.candidates)
+    np.testing.assert_array_equal(np.swapaxes(top.candidate_ids, 0, 1), walk.candidates)
     np.testing.assert_array_equal(top.tokens, walk.tokens)
     np.testing.assert_array_equal(dspark_jax.draft_from_logits(head, rows, anchors, **options).tokens, dense.tokens)
     np.testing.assert_array_equal(dense.tokens, walk.tokens)

@@ -1,0 +1,421 @@
+"""Faults seen in drafters of this kind, by their case number in docs/pitfalls.md, each with its right value.
+
+Cases 1 to 8c, which are about noise, are in test_sampling.py; cases 34 to 36, about compilation, in test_entry.py.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    KINDS,
+    base_logits,
+    bigram_weights,
+    build_head,
+    f32,
+    make_head,
+    make_inputs,
+    save_checkpoint,
+    softmax,
+)
+
+import dspark_jax
+from dspark_jax import DraftSampling
+from dspark_jax.candidates import select
+
+NAN, INF = np.float32(np.nan), np.float32(np.inf)
+NEGATIVE_NAN = np.asarray([0xFFC00000], np.uint32).view(np.float32)[0]
+
+
+def plain(V, **fields):
+    """A head without a Markov bias or a confidence head: what goes in is what is drawn from."""
+    return make_head(None, V=V, H=2, confidence=None, **fields)
+
+
+def draft(head, base, anchors=None, **options):
+    """draft_from_logits for batch-major rows [B, S, Vd]."""
+    base = np.asarray(base, np.float32)
+    anchors = np.zeros(len(base), int) if anchors is None else anchors
+    return dspark_jax.draft_from_logits(head, np.swapaxes(base, 0, 1), anchors, **options)
+
+
+def tokens(block):
+    return np.asarray(block.tokens).tolist()
+
+
+# ------------------------------------------------------------------------------------------------- truncated drafts
+
+
+def test_case_11_candidates_are_distinct():
+    """Base logits 2 at id 3 and 1 at id 1: token 3 has probability .731; no id is listed twice whatever the ties."""
+    B = 1 << 16
+    row = np.full(5, -9, np.float32)
+    row[3], row[1] = 2, 1
+    params = DraftSampling(np.ones(B), np.arange(B), np.zeros(B, int))
+    block = draft(plain(5), np.broadcast_to(row, (B, 1, 5)), sampling=params, topk=2, outputs="candidates")
+    drawn = np.asarray(block.tokens)[:, 0]
+    assert set(drawn) == {1, 3}
+    assert (drawn == 3).mean() == pytest.approx(0.731, abs=0.007)  # 4 standard deviations
+    assert np.asarray(block.candidate_ids)[0, 0].tolist() == [3, 1]
+    assert softmax(f32(block.candidate_logits)[0, 0])[0] == pytest.approx(0.731, abs=1e-3)
+    rows = np.asarray([[0, 0, 0, 0, 0], [NAN, 1, NAN, 1, NAN], [-INF] * 5, [INF, INF, 0, -INF, -INF]], np.float32)
+    for k in (2, 5):
+        ids = np.asarray(draft(plain(5), rows[:, None], topk=k, outputs="candidates").candidate_ids)[0]
+        assert all(len(set(row)) == k for row in ids.tolist())
+        assert ids.min() >= 0
+        assert ids.max() < 5
+
+
+def test_case_13_the_chosen_id_is_fed_back():
+    """Candidates [5, 9], slot 1 chosen: the next previous token is 9."""
+    table = np.zeros((10, 10), np.float32)
+    table[0, 9] = 3  # after the anchor, 9 overtakes 5
+    table[9, 5], table[1, 9], table[5, 9] = 4, 4, 4  # after 9 comes 5; after slot 1 or id 5 would come 9
+    head = build_head(bigram_weights(table))
+    row = np.zeros(10, np.float32)
+    row[5], row[9] = 2, 1
+    block = draft(head, [[row, row]], topk=2, outputs="candidates")
+    assert np.asarray(block.candidate_ids)[:, 0].tolist() == [[5, 9], [5, 9]]
+    assert tokens(block) == [[9, 5]]
+    assert f32(block.candidate_logits)[:, 0].tolist() == [[2, 4], [6, 1]]
+    assert tokens(draft(head, [[row, row]])) == [[9, 5]]
+
+
+def test_case_14_zeros_of_either_sign_are_equal():
+    rows = np.asarray([[[-0.0, 0.0]], [[0.0, -0.0]], [[-1.0, -0.0]]], np.float32)
+    for k in (None, 1, 2):
+        assert tokens(draft(plain(2), rows, topk=k)) == [[0], [0], [1]]
+    values, ids = select(jnp.asarray(rows), 2)
+    assert np.asarray(ids).tolist() == [[[0, 1]], [[0, 1]], [[1, 0]]]
+    assert np.asarray(values).tolist() == [[[0, 0]], [[0, 0]], [[0, -1]]]
+
+
+def test_case_14_ties_made_by_bfloat16_go_to_the_lowest_id():
+    """[7.01, 7.02, 7.03, 7.0]: ids [1, 2] in bf16, [2, 1] in float32; dense agrees at the same dtype."""
+    row = np.asarray([[[7.01, 7.02, 7.03, 7.0]]], np.float32)
+    for dtype, ids in (("bfloat16", [1, 2]), ("float32", [2, 1])):
+        base = jnp.asarray(np.swapaxes(row, 0, 1), dtype)
+        head = plain(4, dtype=dtype)
+        block = dspark_jax.draft_from_logits(head, base, [0], topk=2, outputs="candidates")
+        assert np.asarray(block.candidate_ids)[0, 0].tolist() == ids
+        assert tokens(block) == [[ids[0]]]
+        assert tokens(dspark_jax.draft_from_logits(head, base, [0])) == [[ids[0]]]
+
+
+@pytest.mark.parametrize("nan", [NAN, NEGATIVE_NAN], ids=["+nan", "-nan"])
+@pytest.mark.parametrize("k", [None, 1, 2])
+def test_case_14_nan_of_either_sign_is_seen(nan, k):
+    """lax.top_k would rank -NaN last and hide it; every drafter must say that the row is invalid."""
+    rows = np.asarray([[[nan, 3, 1, 2]], [[0, 3, 1, 2]]], np.float32)
+    block = draft(plain(4), rows, topk=k)
+    assert np.asarray(block.valid).tolist() == [False, True]
+    assert tokens(block)[1] == [1]
+
+
+@pytest.mark.parametrize("k", [0, -1, 5, 2.0, True, "2", np.float32(1), [2]])
+def test_case_15_wrong_k_is_refused(k):
+    hidden, anchors = np.zeros((1, 1, 2), np.float32), [0]
+    with pytest.raises(ValueError, match=r"topk: found .*, expected an integer from 1 to 4"):
+        draft(plain(4), np.zeros((1, 1, 4)), topk=k)
+    with pytest.raises(ValueError, match=r"topk: found .*, expected an integer from 1 to 4"):
+        dspark_jax.draft_block(plain(4), hidden, anchors, topk=k)
+    if k == 5:  # a DraftConfig does not know Vd; the functions made from it do
+        config = dspark_jax.DraftConfig(1, 5, outputs="logits")
+        for call in (
+            lambda: dspark_jax.make_draft_fn(config)(plain(4), hidden, anchors, None, None),
+            lambda: dspark_jax.make_draft_from_logits_fn(config)(plain(4), hidden[..., :1] + np.zeros(4), anchors),
+            lambda: dspark_jax.make_buffer(plain(4), config, 1),
+        ):
+            with pytest.raises(ValueError, match=r"topk: found 5, expected an integer from 1 to 4"):
+                call()
+        return
+    with pytest.raises(ValueError, match=r"draft_topk: found .*, expected an integer >= 1"):
+        dspark_jax.DraftConfig(1, k)
+
+
+def test_case_15_any_integer_type_is_a_k():
+    rows = np.asarray([[[1, 3, 2, 0]]], np.float32)
+    for k in (2, np.int64(2), np.uint8(2), jnp.int32(2)):
+        block = draft(plain(4), rows, topk=k, outputs="candidates")
+        assert np.asarray(block.candidate_ids)[0, 0].tolist() == [1, 2]
+
+
+# -------------------------------------------------------------------------------------- vocabulary, softcap, scale
+
+
+def reduced_head(tmp_path=None):
+    """V = 10, Vd = 4, offsets [1, 2, 4, 6]: draft ids 0..3 are targets 1, 3, 6, 9; a strong bigram in target ids."""
+    table = np.zeros((10, 4), np.float32)
+    for prev, draft_id in ((0, 1), (3, 3), (9, 0), (1, 2), (2, 0)):
+        table[prev, draft_id] = 5
+    weights = bigram_weights(table) | {"d2t": np.asarray([1, 2, 4, 6])}
+    if tmp_path is None:
+        return build_head(weights)
+    return dspark_jax.load_head(save_checkpoint(tmp_path, weights))
+
+
+@pytest.mark.parametrize("k", [None, 2, 4])
+def test_case_17_reduced_vocabulary_is_mapped_before_emitting_and_before_feeding_back(k):
+    """The walk 0 -> 3 -> 9 -> 1 -> 6 in target ids; fed back unmapped, 3 would be met as draft id 1."""
+    base = np.broadcast_to(np.asarray([0.3, 0.2, 0.1, 0.0], np.float32), (2, 4, 4))
+    if k == 2:  # the walk's own tokens must be among the candidates
+        base = np.asarray([[0, 1, 0, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]], np.float32)[None].repeat(2, 0)
+    block = draft(reduced_head(), base, [0, 0], topk=k, outputs="logits")
+    assert tokens(block) == [[3, 9, 1, 6]] * 2
+    dense = f32(block.logits)
+    assert dense.shape == (4, 2, 10)
+    outside = np.ones(10, bool)
+    outside[[1, 3, 6, 9]] = False
+    assert np.isneginf(dense[..., outside]).all()
+    if k != 2:
+        bias = np.zeros((4, 4))
+        bias[range(4), [1, 3, 0, 2]] = 5
+        np.testing.assert_allclose(dense[:, 0, [1, 3, 6, 9]], base[0] + bias, atol=1e-6)
+
+
+def test_case_17_a_loaded_table_does_the_same(tmp_path):
+    head = reduced_head(tmp_path)
+    assert (head.config.vocab_size, head.config.Vd) == (10, 4)
+    assert np.asarray(head.target_ids).tolist() == [1, 3, 6, 9]
+    base = np.broadcast_to(np.asarray([0.3, 0.2, 0.1, 0.0], np.float32), (2, 4, 4))
+    block = draft(head, base, [0, 0], topk=4, outputs="candidates")
+    assert tokens(block) == [[3, 9, 1, 6]] * 2
+    assert np.asarray(block.candidate_ids)[0, 0].tolist() == [1, 3, 6, 9]
+
+
+def test_case_17_sampling_is_keyed_by_target_ids():
+    """A reduced vocabulary draws what the full one draws with -inf outside."""
+    rows = np.random.default_rng(0).standard_normal((64, 2, 4)).astype(np.float32)
+    wide = np.full((64, 2, 10), -np.inf, np.float32)
+    wide[..., [1, 3, 6, 9]] = rows
+    params = DraftSampling(np.ones(64), np.arange(64), np.full(64, 3))
+    small = make_head(None, V=10, Vd=4, H=2, confidence=None)
+    small.draft_to_target[...] = jnp.asarray([1, 3, 6, 9], jnp.int32)
+    assert tokens(draft(small, rows, sampling=params)) == tokens(draft(plain(10), wide, sampling=params))
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("k", [None, 1, 3, 6])
+def test_case_18_padded_columns_never_win(k, method):
+    """Vd = 6, V = 5 without a table: column 5 holds the largest logit and a large bias, and is never drafted."""
+    table = np.zeros((5, 6), np.float32)
+    table[:, 5] = 50
+    weights = bigram_weights(table)
+    head = build_head(weights, vocab_size=5)
+    rows = np.broadcast_to(np.asarray([0, 1, 3, 2, 0, 9], np.float32), (16, 3, 6)).copy()
+    rows[1, 1, 5] = NAN  # what padding holds is nobody's business
+    rows[2, 1, 5] = INF
+    params = DraftSampling(np.ones(16), np.arange(16), np.zeros(16, int)) if method == "probabilistic" else None
+    block = draft(head, rows, sampling=params, topk=k, outputs="logits")
+    drawn = np.asarray(block.tokens)
+    assert np.asarray(block.valid).all()
+    assert drawn.max() < 5
+    assert block.logits.shape == (3, 16, 5)
+    finite = np.isfinite(f32(block.logits)).sum(-1)
+    assert (finite == min(k or 5, 5)).all()
+    expected = np.where(finite[..., None] == 5, [0, 1, 3, 2, 0], f32(block.logits))
+    np.testing.assert_array_equal(f32(block.logits), expected)
+    if method == "greedy":
+        assert (drawn == 2).all()
+    if k is not None:
+        narrow = draft(head, rows, sampling=params, topk=k, outputs="candidates")
+        np.testing.assert_array_equal(narrow.tokens, drawn)
+        padded = np.asarray(narrow.candidate_ids) >= 5
+        assert np.isneginf(f32(narrow.candidate_logits)[padded]).all()
+        assert padded.sum() == (48 if k == 6 else 0)
+
+
+@pytest.mark.parametrize("k", [None, 2])
+def test_case_19_softcap_applies_to_the_base_only(k):
+    """c = 30: [60, 20] + [0, 20] -> [28.92, 37.49], token 1; [0, 20] + [60, 30] -> [60, 47.49], token 0.
+
+    (30 tanh(2/3) is 17.4835, so the second decimal of the case's 37.49 and 47.49 is rounded up.)
+    """
+    capped = np.asarray([[28.9208, 37.4835], [60, 47.4835]])
+    np.testing.assert_allclose(capped, [[28.92, 37.49], [60, 47.49]], atol=0.007)
+    head = build_head(
+        bigram_weights([[0, 20], [60, 30]]) | {"lm_head.weight": np.eye(2, dtype=np.float32)},
+        final_logit_softcapping=30.0,
+    )
+    hidden = np.asarray([[[60, 20]], [[0, 20]]], np.float32)
+    block = dspark_jax.draft_block(head, hidden, [0, 1], topk=k, outputs="logits")
+    np.testing.assert_allclose(f32(block.logits)[0], capped, atol=1e-4)
+    assert tokens(block) == [[1], [0]]
+    np.testing.assert_allclose(f32(base_logits(head, hidden))[0], [[28.9208, 17.4835], [0, 17.4835]], atol=1e-4)
+    forced = dspark_jax.teacher_forced_logits(head, hidden, [[0], [1]])
+    np.testing.assert_allclose(f32(forced)[0], capped, atol=1e-4)
+    # Logits that a caller brings are scaled and capped already.
+    given = draft(head, [[[60, 20]], [[0, 20]]], [0, 1], topk=k, outputs="logits")
+    np.testing.assert_allclose(f32(given.logits)[0], [[60, 40], [60, 50]], atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [None, 2])
+def test_case_20_logit_scale_multiplies_the_base_only(k):
+    """Scale 1/2: [60, 20] + [0, 20] -> [30, 30]; with cap 30 after the scale 30 tanh(1) = 22.85, 30 tanh(1/3) = 9.65."""
+    weights = bigram_weights([[0, 20], [0, 0]]) | {"lm_head.weight": np.eye(2, dtype=np.float32)}
+    hidden = np.asarray([[[60, 20]]], np.float32)
+    head = build_head(weights, logit_scale=0.5)
+    block = dspark_jax.draft_block(head, hidden, [0], topk=k, outputs="logits")
+    np.testing.assert_allclose(f32(block.logits)[0], [[30, 30]], atol=1e-5)
+    assert tokens(block) == [[0]]
+    head = build_head(weights, logit_scale=0.5, final_logit_softcapping=30.0)
+    block = dspark_jax.draft_block(head, hidden, [0], topk=k, outputs="logits")
+    np.testing.assert_allclose(f32(block.logits)[0], [[22.85, 29.65]], atol=0.005)
+
+
+# ----------------------------------------------------------------------------------------------------- bad values
+
+
+def bad_batch(value, where=slice(None)):
+    """Four requests of three steps over V = 6; request 1 has `value` in its step 1."""
+    rows = np.random.default_rng(3).standard_normal((4, 3, 6)).astype(np.float32)
+    bad = rows.copy()
+    bad[1, 1, where] = value
+    return rows, bad
+
+
+def chain_head(kind="vanilla"):
+    return make_head(kind, V=6, H=4, r=3, seed=9)
+
+
+PARAMS = DraftSampling([1.0, 0.7, 0.0, 2.0], [1, 2, 3, 4], [5, 6, 7, 8])
+
+
+@pytest.mark.parametrize("sampling", [None, PARAMS], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("k", [None, 2])
+@pytest.mark.parametrize(
+    ("case", "value", "where"),
+    [("21", NAN, slice(None)), ("21", NAN, 4), ("21", NEGATIVE_NAN, 0), ("22", -INF, slice(None))],
+    ids=["nan-row", "one-nan", "one-negative-nan", "all-inf"],
+)
+def test_cases_21_22_and_26_bad_rows_stay_alone(case, value, where, k, sampling):
+    """A row of NaN or of -inf: valid token ids, num_draft stops there, and no other request changes at all.
+
+    The calls alternate between good and bad inputs of one compiled program: nothing of a bad call stays (case 26).
+    """
+    head, (good_rows, bad_rows) = chain_head(), bad_batch(value, where)
+    hidden, anchors = make_inputs(4, 3, 4, 6, seed=2)
+    call = lambda rows: draft(  # noqa: E731
+        head, rows, anchors, hidden=hidden, sampling=sampling, topk=k, outputs="logits"
+    )
+    good, bad, again = call(good_rows), call(bad_rows), call(good_rows)
+    others = [0, 2, 3]
+    assert np.asarray(good.valid).all()
+    assert np.asarray(bad.valid).tolist() == [True, False, True, True]
+    assert np.asarray(bad.num_draft).tolist() == [3, 1, 3, 3]
+    assert np.asarray(bad.tokens).min() >= 0
+    assert np.asarray(bad.tokens).max() < 6
+    np.testing.assert_array_equal(np.asarray(bad.tokens)[others], np.asarray(good.tokens)[others])
+    np.testing.assert_array_equal(f32(bad.logits)[:, others], f32(good.logits)[:, others])
+    np.testing.assert_array_equal(np.asarray(bad.tokens)[1, 0], np.asarray(good.tokens)[1, 0])
+    np.testing.assert_array_equal(f32(bad.logits)[0], f32(good.logits)[0])
+    assert np.isfinite(f32(bad.confidence_logits)).all()
+    for name in ("tokens", "num_draft", "valid", "confidence_logits", "logits"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(good, name))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_case_21_nan_hidden_states_stay_alone(kind):
+    """NaN in the hidden states of request 1, step 1, for every head: the other requests draft the same bits."""
+    head = chain_head(kind)
+    hidden, anchors = make_inputs(4, 3, 4, 6, seed=2)
+    bad = hidden.copy()
+    bad[1, 1] = NAN
+    good, block = (dspark_jax.draft_block(head, h, anchors, sampling=PARAMS, outputs="logits") for h in (hidden, bad))
+    assert np.asarray(block.valid).tolist() == [True, False, True, True]
+    assert np.asarray(block.num_draft).tolist() == [3, 1, 3, 3]
+    others = [0, 2, 3]
+    np.testing.assert_array_equal(np.asarray(block.tokens)[others], np.asarray(good.tokens)[others])
+    np.testing.assert_array_equal(f32(block.logits)[:, others], f32(good.logits)[:, others])
+    assert ((np.asarray(block.tokens) >= 0) & (np.asarray(block.tokens) < 6)).all()
+
+
+def test_case_21_infinite_values_beside_finite_ones_are_valid():
+    rows = np.asarray([[[1, INF, 0, -INF]], [[-INF, -INF, 2, -INF]]], np.float32)
+    for k in (None, 2):
+        block = draft(plain(4), rows, topk=k)
+        assert np.asarray(block.valid).all()
+        assert tokens(block) == [[1], [2]]
+
+
+@pytest.mark.parametrize("k", [None, 2])
+@pytest.mark.parametrize("anchor", [-1, 6, 2**31 - 1, -(2**31), 2**40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_case_23_anchors_outside_the_vocabulary_are_flagged(kind, anchor, k):
+    """Every step of that request is invalid (zero embedding, no wrapped row), the other requests do not change."""
+    head = chain_head(kind)
+    hidden, anchors = make_inputs(4, 3, 4, 6, seed=2)
+    anchors = anchors.astype(np.int64)
+    call = lambda anchors: dspark_jax.draft_block(  # noqa: E731
+        head, hidden, anchors, sampling=PARAMS, topk=k, outputs="logits"
+    )
+    good = call(anchors)
+    anchors[2] = anchor
+    bad = call(anchors)
+    assert np.asarray(bad.valid).tolist() == [True, True, False, True]
+    assert np.asarray(bad.num_draft).tolist() == [3, 3, 0, 3]
+    others = [0, 1, 3]
+    np.testing.assert_array_equal(np.asarray(bad.tokens)[others], np.asarray(good.tokens)[others])
+    np.testing.assert_array_equal(f32(bad.logits)[:, others], f32(good.logits)[:, others])
+    assert ((np.asarray(bad.tokens) >= 0) & (np.asarray(bad.tokens) < 6)).all()
+    assert np.isfinite(f32(bad.confidence_logits)).all()
+    if kind == "vanilla":  # e = 0, so the first row is the base row
+        row, base = f32(bad.logits)[0, 2], f32(base_logits(head, hidden))[0, 2]
+        np.testing.assert_allclose(row[np.isfinite(row)], base[np.isfinite(row)], atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [None, 2])
+def test_case_24_padded_rows_never_change_live_rows(k):
+    """Rows 2 and 3 are padding: whatever they hold, rows 0 and 1 draft the same bits."""
+    head = chain_head("rnn")
+    hidden, anchors = make_inputs(4, 3, 4, 6, seed=5)
+    blocks = []
+    for fill, anchor, temperature, seed in ((0.0, 0, 0.0, 0), (NAN, -1, np.inf, 7), (INF, 99, 1.0, 2**32 - 1)):
+        h, a = hidden.copy(), anchors.copy()
+        h[2:], a[2:] = fill, anchor
+        params = DraftSampling(
+            jnp.asarray([1.0, 0.0, temperature, temperature]), np.asarray([1, 2, seed, seed]), [5, 6, 0, 0]
+        )
+        blocks.append(dspark_jax.draft_block(head, h, a, sampling=params, topk=k, outputs="logits"))
+    assert np.asarray(blocks[1].valid).tolist() == [True, True, False, False]
+    for block in blocks[1:]:
+        for name in ("tokens", "num_draft", "valid", "confidence_logits"):
+            np.testing.assert_array_equal(getattr(block, name)[:2], getattr(blocks[0], name)[:2])
+        np.testing.assert_array_equal(f32(block.logits)[:, :2], f32(blocks[0].logits)[:, :2])
+
+
+@pytest.mark.parametrize(("sample_from_anchor", "steps"), [(True, 4), (False, 3)])
+def test_case_25_more_steps_than_the_checkpoint_has_are_refused(sample_from_anchor, steps):
+    """block_size 4: four steps, or three where slot 0 is the anchor's. Fewer steps are a prefix (test_identities)."""
+    head = make_head("vanilla", V=6, H=4, r=3, block_size=4, sample_from_anchor=sample_from_anchor)
+    hidden, anchors = make_inputs(1, steps + 1, 4, 6)
+    rows = np.zeros((steps + 1, 1, 6), np.float32)
+    config = dspark_jax.DraftConfig(steps + 1, 2, outputs="logits")
+    calls = (
+        lambda: dspark_jax.draft_block(head, hidden, anchors),
+        lambda: dspark_jax.draft_from_logits(head, rows, anchors),
+        lambda: dspark_jax.teacher_forced_logits(head, hidden, np.zeros((1, steps + 1), int)),
+        lambda: dspark_jax.make_draft_from_logits_fn(config)(head, rows, anchors),
+        lambda: dspark_jax.make_buffer(head, config, 1),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"found {steps + 1}, expected at most {steps} draft steps"):
+            call()
+    assert dspark_jax.draft_block(head, hidden[:, :steps], anchors).tokens.shape == (1, steps)
+
+
+def test_case_26_a_buffer_forgets_the_last_call():
+    """Top-k rows of a reused buffer equal those of a fresh one, over calls whose candidates differ."""
+    head = chain_head("gated")
+    config = dspark_jax.DraftConfig(3, 2, "greedy", "logits")
+    fn, buffer = dspark_jax.make_draft_fn(config), dspark_jax.make_buffer(head, config, 4)
+    for seed in range(6):
+        hidden, anchors = make_inputs(4, 3, 4, 6, seed=seed)
+        if seed == 2:
+            hidden[1] = NAN
+        block, buffer = fn(head, hidden, anchors, None, buffer)
+        fresh = dspark_jax.draft_block(head, hidden, anchors, topk=2, outputs="logits")
+        np.testing.assert_array_equal(block.logits, fresh.logits)
+        np.testing.assert_array_equal(block.tokens, fresh.tokens)
+        finite = np.isfinite(f32(block.logits)).sum(-1)
+        assert (finite[:, [0, 2, 3]] == 2).all()
+    assert fn.trace_count() == 1
