@@ -239,7 +239,9 @@ def _coerce_num_draft(value: Any, of_block: jax.Array, batch: int) -> jax.Array:
     if value is None:
         return of_block
     array = as_array("num_draft", value)
-    return coerce_ids("num_draft", np.full(batch, int(array)) if array.ndim == 0 else array, (batch,), "[B]")
+    if array.ndim == 0:
+        array = jnp.broadcast_to(jnp.asarray(array), (batch,))
+    return coerce_ids("num_draft", array, (batch,), "[B]")
 
 
 def _coerce_stop(value: Any, batch: int) -> jax.Array | None:
