@@ -239,7 +239,7 @@ def read_json_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
             raw = json.load(file)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file; a checkpoint directory holds config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers and nesting beyond what Python parses
         raise ValueError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: found {type(raw).__name__}, expected a JSON object")

@@ -70,7 +70,7 @@ def convert(
         os.path.realpath(path) == os.path.realpath(destination)
     ):
         raise invalid("destination", destination, "a directory that does not hold the source")
-    checkpoint = open_checkpoint(path, target)
+    checkpoint = open_checkpoint(path, target, borrow=(LM_HEAD,) if head_only else (EMBEDDING, LM_HEAD))
     checkpoint.draft_to_target()  # checks d2t against t2d before anything is written
     if not head_only:
         if checkpoint.family.support == HEAD_ONLY:

@@ -197,7 +197,7 @@ FAMILIES: tuple[Family, ...] = (
         "automodel-v4",
         _any(r"layers\.\d+\.self_attn\.wq_a\.weight$"),
         HEAD + BACKBONE + identity(canonical_names.AUTOMODEL_V4_SHAPES) + ALIASES + LEFT_OUT,
-        canonical_names.BACKBONE_SHAPES | canonical_names.AUTOMODEL_V4_SHAPES,
+        canonical_names.AUTOMODEL_V4_SHAPES | canonical_names.BACKBONE_SHAPES,
         TENSORS,
         "NeMo Automodel's dense DeepSeek-V4 block has no JAX counterpart here",
     ),

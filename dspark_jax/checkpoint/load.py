@@ -44,17 +44,22 @@ def load_head(
     Raises:
         FileNotFoundError, ValueError: as open_checkpoint; or no LM head and no target; or NaN weights.
     """
-    dtype = None if dtype is None else jnp.dtype(dtype_name("dtype", dtype))
-    checkpoint = open_checkpoint(path, target)
+    dtype = None if dtype is None else dtype_name("dtype", dtype)  # refused before any file is opened
+    checkpoint = open_checkpoint(path, target, borrow=(LM_HEAD,))
     if LM_HEAD not in checkpoint:
         raise ValueError(
             f"{LM_HEAD}: {checkpoint.path} stores no LM head; pass target=, the directory of the target model"
         )
+    return build_head(checkpoint, dtype, sharding)
+
+
+def build_head(checkpoint: Checkpoint, dtype: str | None = None, sharding: Sharding = None) -> heads.DSparkHead:
+    """Build the head of an open checkpoint; without an LM head in it, one for callers that bring base logits."""
     table = checkpoint.draft_to_target()
-    get = _Placer(checkpoint, dtype, sharding)
+    get = _Placer(checkpoint, None if dtype is None else jnp.dtype(dtype), sharding)
     return heads.DSparkHead(
         checkpoint.config,
-        get(LM_HEAD),
+        get(LM_HEAD) if LM_HEAD in checkpoint else None,
         _markov(checkpoint, get),
         _confidence(checkpoint, get),
         None if table is None else get.place(D2T, table),

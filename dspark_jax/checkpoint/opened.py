@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,11 @@ def read_draft_to_target(tensors: Mapping[str, Tensor], vocab_size: Any) -> np.n
     return ids.astype(np.int32)
 
 
-def open_checkpoint(path: str | os.PathLike[str], target: str | os.PathLike[str] | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
+    borrow: Collection[str] = (EMBEDDING, LM_HEAD),
+) -> Checkpoint:
     """Open a checkpoint: detect its family, map every tensor name, resolve its config against the shapes.
 
     Only headers are read (and d2t, where the target's LM head is cut to its rows).
@@ -126,6 +130,7 @@ def open_checkpoint(path: str | os.PathLike[str], target: str | os.PathLike[str]
     Args:
         path: a directory with config.json, or one safetensors file or index beside a config.json.
         target: the target's directory, which supplies a missing embedding or LM head.
+        borrow: which of the two it may supply; the shards of others are not opened.
 
     Raises:
         FileNotFoundError: a file or shard is missing.
@@ -150,13 +155,17 @@ def open_checkpoint(path: str | os.PathLike[str], target: str | os.PathLike[str]
     problems, left_out, notes = list(mapped.problems), dict(mapped.left_out), []
     tensors = _own_tensors(files, mapped, raw, problems, left_out)
     if target is not None:
-        problems += _borrow(tensors, target, flat)
+        problems += _borrow(tensors, target, borrow, flat)
     if family.name == "torchspec" and D2T in tensors:
         notes.append("TorchSpec's exporter is known to cut lm_head by offsets as if they were ids: check acceptance")
     problems += resolve.resolve_head(flat, {name: tensor.shape for name, tensor in tensors.items()})
     if problems:
         raise ValueError(f"{path}: " + "; ".join(problems))
-    return Checkpoint(path, family, raw, flat, DSparkConfig.from_dict(flat), tensors, files, left_out, notes)
+    try:
+        config = DSparkConfig.from_dict(flat)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return Checkpoint(path, family, raw, flat, config, tensors, files, left_out, notes)
 
 
 def _only_gguf(directory: str) -> bool:
@@ -183,9 +192,11 @@ def _own_tensors(
     return tensors
 
 
-def _borrow(tensors: dict[str, Tensor], target: str | os.PathLike[str], flat: dict[str, Any]) -> list[str]:
+def _borrow(
+    tensors: dict[str, Tensor], target: str | os.PathLike[str], wanted: Collection[str], flat: dict[str, Any]
+) -> list[str]:
     """Add what the drafter lacks from the target; return one sentence per misfit."""
-    if {LM_HEAD, EMBEDDING} <= set(tensors):
+    if set(wanted) <= set(tensors):
         return []
     try:
         raw, found = find_in_target(target)
@@ -197,7 +208,7 @@ def _borrow(tensors: dict[str, Tensor], target: str | os.PathLike[str], flat: di
         flat.setdefault("num_target_layers", depth)
     problems: list[str] = []
     for name, (files, source, origin) in found.items():
-        if name in tensors:
+        if name in tensors or name not in wanted:
             continue
         tensor = make_tensor(name, files, source, None, origin, None)
         V, H = flat.get("vocab_size"), flat.get("hidden_size")

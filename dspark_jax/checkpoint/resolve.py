@@ -21,8 +21,9 @@ def resolve_head(flat: Flat, shapes: Shapes) -> list[str]:
     problems: list[str] = []
     _resolve_markov(flat, shapes, problems)
     _resolve_confidence(flat, shapes, problems)
+    sure = not problems  # else the sizes below would report the same contradiction once for each tensor
     _resolve_draft_vocab(flat, shapes, problems)
-    if not problems:
+    if sure:
         _check(shapes, HEAD_SHAPES, _head_sizes(flat), problems)
     return problems
 

@@ -124,16 +124,22 @@ class TorchHead:
         if (name := _ending(names, "d2t")) is not None:
             offsets = source.read(name)
             self.table = offsets + torch.arange(offsets.shape[0])
-        self.lm_head = rounded(_find_lm_head(source, names, target, self.table)).to(torch.float32)
+        lm_head = _find_lm_head(source, names, target, self.table)
+        self.lm_head = None if lm_head is None else rounded(lm_head).to(torch.float32)
+        self.vocab_size = self.w1.shape[0] if self.w1 is not None else find_key(source.config, "vocab_size")
         self.cap = find_key(source.config, "final_logit_softcapping")
         self.scale = find_key(source.config, "logit_scale") or 1.0
 
-    def draft(self, hidden: Any, anchors: Any) -> tuple[Any, Any, Any]:
-        """Walk greedily: hidden [B, S, H], anchors [B] -> tokens [B, S], logits [B, S, Vd], confidence logits."""
+    def draft(self, hidden: Any, anchors: Any, base: Any = None) -> tuple[Any, Any, Any]:
+        """Walk greedily: hidden [B, S, H], anchors [B] -> tokens [B, S], logits [B, S, Vd], confidence logits.
+
+        Base logits [B, S, Vd] may be given in place of the LM head's.
+        """
         torch = self.torch
-        base = hidden @ self.lm_head.T * self.scale
-        if self.cap is not None:
-            base = self.cap * torch.tanh(base / self.cap)
+        if base is None:
+            base = hidden @ self.lm_head.T * self.scale
+            if self.cap is not None:
+                base = self.cap * torch.tanh(base / self.cap)
         previous, state, tokens, logits, confidence = anchors, None, [], [], []
         for s in range(hidden.shape[1]):
             h, e, row = hidden[:, s], None, base[:, s]
@@ -145,7 +151,7 @@ class TorchHead:
                 weight, bias = self.confidence
                 inputs = h if weight.shape[0] == h.shape[1] else torch.cat([h, e], 1)
                 confidence.append(inputs @ weight + bias)
-            best = row.argmax(1)
+            best = row[:, : self.vocab_size].argmax(1)
             previous = best if self.table is None else self.table[best]
             tokens.append(previous)
             logits.append(row)
@@ -170,7 +176,7 @@ def _find_lm_head(source: TorchSource, names: list[str], target: str | None, tab
     if own:
         return source.read(own[0])
     if target is None:
-        raise ValueError("lm_head.weight: not in the source; give --target, the target's directory")
+        return None
     there = TorchSource(target)
     name = _ending(there.names, "lm_head.weight", "head.weight", "embed_tokens.weight", "embed.weight")
     if name is None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .hub import local_path
-from .load import load_head
+from .load import build_head
 from .names import LM_HEAD
 from .opened import Checkpoint, open_checkpoint
 from .torch_reference import TorchHead, TorchSource
@@ -27,7 +27,8 @@ class Verification:
     Attributes:
         tensors: number of tensors of the result that were compared with the source.
         problems: one sentence per tensor that differs or is unaccounted for.
-        blocks, steps: size of the random draft; 0 where no LM head was there to draft with.
+        blocks, steps: size of the random draft.
+        with_lm_head: whether an LM head made the base logits; without one they were random.
         logit_error, confidence_error: largest absolute differences (confidence None without that head).
         tolerance: the largest allowed ones.
         token_agreement: share of equal tokens.
@@ -38,6 +39,7 @@ class Verification:
     problems: list[str]
     blocks: int
     steps: int
+    with_lm_head: bool
     logit_error: float
     confidence_error: float | None
     tolerance: float
@@ -78,9 +80,6 @@ def verify(
     checkpoint = open_checkpoint(destination)
     manifest = _read_manifest(checkpoint.path)
     problems = _account(torch_source, manifest) + _compare_tensors(torch_source, checkpoint, manifest, target)
-    if LM_HEAD not in checkpoint and target is None:
-        note = f"{LM_HEAD}: in neither source nor result, so nothing can be drafted; give --target"
-        return Verification(len(checkpoint.names), [*problems, note], 0, 0, 0.0, None, TOLERANCE, 0.0, 0)
     return _draft(torch_source, checkpoint, manifest, target, problems, blocks, seed)
 
 
@@ -148,45 +147,55 @@ def _draft(
     blocks: int,
     seed: int,
 ) -> Verification:
-    from ..api import draft_block, teacher_forced_logits
+    """Draft random blocks with both heads; without any LM head, from random base logits."""
+    from ..api import draft_block, draft_from_logits
 
     torch, config = source.torch, checkpoint.config
     cast = {"bf16": torch.bfloat16, "f32": torch.float32}.get(str(manifest.get("dtype")))
     reference = TorchHead(source, target, lambda tensor: tensor if cast is None else tensor.to(cast))
-    head = load_head(checkpoint.path, dtype="float32", target=target)
-    rng = np.random.default_rng(seed)
-    hidden = rng.standard_normal((blocks, config.max_steps, config.hidden_size)).astype(np.float32)
-    anchors = rng.integers(0, config.vocab_size, blocks)
+    if target is not None:
+        checkpoint = open_checkpoint(checkpoint.path, target, borrow=(LM_HEAD,))
+    head = build_head(checkpoint, "float32")
+    rng, steps = np.random.default_rng(seed), config.max_steps
+    hidden = rng.standard_normal((blocks, steps, config.hidden_size)).astype(np.float32)
+    anchors = rng.integers(0, config.vocab_size, blocks).astype(np.int32)
+    base = None
+    if head.lm_head is None or reference.lm_head is None:
+        base = rng.standard_normal((blocks, steps, config.Vd)).astype(np.float32)
     with torch.no_grad():
-        tokens, logits, confidence = reference.draft(torch.from_numpy(hidden), torch.from_numpy(anchors))
-        tolerance = TOLERANCE * max(1.0, float(logits.abs().max()))
-        best = logits.topk(min(2, logits.shape[-1]), -1).values
-    block = draft_block(head, hidden, anchors.astype(np.int32))
-    # Logits along the reference's walk, so that one close call does not send the two sides different ways.
-    previous = np.concatenate([anchors[:, None], tokens.numpy()[:, :-1]], 1).astype(np.int32)
-    forced = np.asarray(teacher_forced_logits(head, hidden, previous), np.float32).transpose(1, 0, 2)
-    wanted = logits.numpy()
-    if head.config.Vd > config.vocab_size:  # padded columns are never drafted
-        forced, wanted = forced[..., : config.vocab_size], wanted[..., : config.vocab_size]
-    clear = np.logical_and.accumulate((best[..., 0] - best[..., -1]).numpy() > 2 * tolerance, axis=1)
+        given = None if base is None else torch.from_numpy(base)
+        tokens, logits, confidence = reference.draft(torch.from_numpy(hidden), torch.from_numpy(anchors).long(), given)
+        logits = logits[..., : config.vocab_size]  # columns beyond are padding, which is never drafted
+        best = logits.topk(min(2, logits.shape[-1]), -1).values.numpy()
+    if base is None:
+        block = draft_block(head, hidden, anchors, outputs="logits")
+    else:
+        block = draft_from_logits(head, base.transpose(1, 0, 2), anchors, hidden=hidden, outputs="logits")
+    tolerance = TOLERANCE * max(1.0, float(logits.abs().max()))
     same = np.asarray(block.tokens) == tokens.numpy()
-    found = block.confidence_logits
+    # A row depends on the tokens before it, so rows count as long as the two walks agree; a walk may part only where
+    # the two best logits are closer than the tolerance.
+    comparable = np.concatenate([np.ones((blocks, 1), bool), np.logical_and.accumulate(same, axis=1)[:, :-1]], axis=1)
+    clear = best[..., 0] - best[..., -1] > 2 * tolerance
+    columns = slice(logits.shape[-1]) if reference.table is None else reference.table.numpy()
+    assert block.logits is not None
+    found = np.asarray(block.logits, np.float32).transpose(1, 0, 2)[..., columns]
+    errors = np.abs(found - logits.numpy()).max(axis=-1)
     confidence_error = None
-    if (confidence is None) != (found is None):
+    if (confidence is None) != (block.confidence_logits is None):
         problems = [*problems, "confidence_head: in only one of source and result"]
-    elif confidence is not None and found is not None:
-        agree = np.logical_and.accumulate(same, axis=1)
-        agree = np.concatenate([np.ones_like(agree[:, :1]), agree[:, :-1]], 1)
-        difference = np.abs(np.asarray(found, np.float32) - confidence.numpy())
-        confidence_error = float(np.where(agree, difference, 0).max())
+    elif confidence is not None:
+        difference = np.abs(np.asarray(block.confidence_logits, np.float32) - confidence.numpy())
+        confidence_error = float(difference[comparable].max())
     return Verification(
-        tensors=len(checkpoint.names),
+        tensors=len(manifest["tensors"]),
         problems=problems,
         blocks=blocks,
-        steps=config.max_steps,
-        logit_error=float(np.abs(forced - wanted).max()),
+        steps=steps,
+        with_lm_head=base is None,
+        logit_error=float(errors[comparable].max()),
         confidence_error=confidence_error,
         tolerance=tolerance,
         token_agreement=float(same.mean()),
-        unexplained=int((~same & clear).sum()),
+        unexplained=int((~same & clear & comparable).sum()),
     )

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 # Imported on demand: `dspark-jax --help` must not wait for JAX.
 COMMANDS = {
     "draft": "draft blocks from recorded hidden states",
+    "convert": "convert a checkpoint for JAX",
+    "inspect": "show what a checkpoint is",
+    "verify": "compare a converted checkpoint with its source",
 }
 
 
