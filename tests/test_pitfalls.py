@@ -250,7 +250,7 @@ def test_case_19_softcap_applies_to_the_base_only(k):
 
 @pytest.mark.parametrize("k", [None, 2])
 def test_case_20_logit_scale_multiplies_the_base_only(k):
-    """Scale 1/2: [60, 20] + [0, 20] -> [30, 30]; with cap 30 after the scale 30 tanh(1) = 22.85, 30 tanh(1/3) = 9.65."""
+    """Scale 1/2: [60, 20] + [0, 20] -> [30, 30]; with cap 30 after it 30 tanh(1) = 22.85, 30 tanh(1/3) = 9.65."""
     weights = bigram_weights([[0, 20], [0, 0]]) | {"lm_head.weight": np.eye(2, dtype=np.float32)}
     hidden = np.asarray([[[60, 20]]], np.float32)
     head = build_head(weights, logit_scale=0.5)
