@@ -117,13 +117,13 @@ def block_keys() -> dict[str, Any]:
     return {"block_size": 5, "mask_token_id": MASK, "target_layer_ids": list(TAPS), "num_target_layers": DEPTH}
 
 
-def backbone(layers: int, embed: bool = True, head: bool = True, vd: int = V) -> Tensors:
+def backbone(layers: int, embed: bool = True, head: bool = True, vd: int | None = None) -> Tensors:
     """Draw a Qwen3 backbone under DeepSpec names, with or without the target's two matrices."""
     tensors: Tensors = {}
     if embed:
         tensors["embed_tokens.weight"] = bf16(V, H)
     if head:
-        tensors["lm_head.weight"] = bf16(vd, H)
+        tensors["lm_head.weight"] = bf16(vd or V, H)
     tensors |= {"fc.weight": bf16(H, len(TAPS) * H), "hidden_norm.weight": norm(H), "norm.weight": norm(H)}
     for n in range(layers):
         tensors |= {
@@ -142,19 +142,19 @@ def backbone(layers: int, embed: bool = True, head: bool = True, vd: int = V) ->
     return tensors
 
 
-def sequential_head(kind: str | None, vd: int = V, confidence: bool = True, hidden: int = H) -> Tensors:
+def sequential_head(kind: str | None, vd: int | None = None, confidence: bool = True) -> Tensors:
     """Draw Markov and confidence head under DeepSpec names."""
     tensors: Tensors = {}
     if kind is not None:
         tensors["markov_head.markov_w1.weight"] = bf16(V, R)
-        tensors["markov_head.markov_w2.weight"] = bf16(vd, R)
+        tensors["markov_head.markov_w2.weight"] = bf16(vd or V, R)
     if kind == "gated":
-        tensors |= {"markov_head.gate_proj.weight": bf16(R, hidden + R), "markov_head.gate_proj.bias": bf16(R)}
+        tensors |= {"markov_head.gate_proj.weight": bf16(R, H + R), "markov_head.gate_proj.bias": bf16(R)}
     if kind == "rnn":
-        tensors["markov_head.joint_proj.weight"] = bf16(3 * R, 2 * R + hidden)
+        tensors["markov_head.joint_proj.weight"] = bf16(3 * R, 2 * R + H)
         tensors["markov_head.joint_proj.bias"] = bf16(3 * R)
     if kind is not None and confidence:
-        tensors |= {"confidence_head.proj.weight": bf16(1, hidden + R), "confidence_head.proj.bias": bf16(1)}
+        tensors |= {"confidence_head.proj.weight": bf16(1, H + R), "confidence_head.proj.bias": bf16(1)}
     return tensors
 
 
