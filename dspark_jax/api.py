@@ -18,9 +18,10 @@ from .config import OUTPUTS, DraftConfig, check_choice, check_int, check_min_con
 from .draft import draft, teacher_forced
 from .entry import check_shape, coerce_floats, coerce_ids, coerce_sampling
 from .heads import DSparkHead
+from .kernels.dispatch import IMPLEMENTATIONS
 from .types import DraftBlock, DraftBuffer, DraftSampling
 
-_STATIC = ("topk", "outputs", "logits_dtype")
+_STATIC = ("topk", "outputs", "logits_dtype", "implementation")
 
 
 def _from_hidden(head, hidden, anchor, draw, buffer, min_confidence, **static):
@@ -67,13 +68,17 @@ def _check_steps(head: DSparkHead, steps: int, field: str) -> None:
         raise invalid(field, steps, f"at most {head.config.max_steps} draft steps (block_size{anchor})")
 
 
-def _static(head: DSparkHead, topk: Any, outputs: str, logits_dtype: Any) -> dict[str, Any]:
+def _static(
+    head: DSparkHead, topk: Any, outputs: str, logits_dtype: Any, implementation: str | None = None
+) -> dict[str, Any]:
     check_choice("outputs", outputs, OUTPUTS)
     k = check_topk(topk, head.config.Vd)
     if outputs == "candidates" and k is None:
         raise invalid("outputs", "candidates", "a topk beside it (a dense draft has no candidates)")
     dtype = head.dtype if logits_dtype is None else dtype_name("logits_dtype", logits_dtype)
-    return {"topk": k, "outputs": outputs, "logits_dtype": jnp.dtype(dtype)}
+    if implementation is not None:
+        check_choice("implementation", implementation, IMPLEMENTATIONS)
+    return {"topk": k, "outputs": outputs, "logits_dtype": jnp.dtype(dtype), "implementation": implementation}
 
 
 def _threshold(head: DSparkHead, min_confidence: Any, hidden: Any) -> jax.Array | None:
@@ -115,6 +120,7 @@ def draft_block(
     outputs: str = "tokens",
     logits_dtype: Any = None,
     min_confidence: float | None = None,
+    implementation: str | None = None,
 ) -> DraftBlock:
     """Draft a block of S tokens for each of B requests from backbone hidden states, in one jitted call.
 
@@ -127,6 +133,8 @@ def draft_block(
         outputs: "tokens"; "logits" adds block.logits [S, B, V]; "candidates" adds candidate ids and logits [S, B, k].
         logits_dtype: dtype of the corrected logits that tokens are drawn from; None takes the head's.
         min_confidence: prune at the first step whose conditional confidence is below it (block.num_draft).
+        implementation: "xla" (plain operations), "pallas" (the kernels of kernels/: compiled on NVIDIA GPUs,
+            interpreted elsewhere) or None: a kernel on GPUs only where it is known to have passed its checks on one.
 
     Returns:
         DraftBlock.
@@ -134,7 +142,7 @@ def draft_block(
     Raises:
         ValueError: wrong shape, dtype, range or option; the message names the field, the value and what was expected.
     """
-    static = _static(_check_head(head), topk, outputs, logits_dtype)
+    static = _static(_check_head(head), topk, outputs, logits_dtype, implementation)
     hidden, anchor = _prepare_hidden(head, hidden, anchor_ids)
     draw = None if sampling is None else coerce_sampling(sampling, hidden.shape[0])
     return _HIDDEN.jitted(head, hidden, anchor, draw, None, _threshold(head, min_confidence, hidden), **static)[0]
@@ -151,6 +159,7 @@ def draft_from_logits(
     outputs: str = "tokens",
     logits_dtype: Any = None,
     min_confidence: float | None = None,
+    implementation: str | None = None,
 ) -> DraftBlock:
     """Draft like `draft_block`, from step-major base logits [S, B, Vd] (scaled and softcapped) of the caller.
 
@@ -159,7 +168,7 @@ def draft_from_logits(
         hidden: [B, S, H], which gated and rnn heads and the confidence head read; None otherwise (without it
             block.confidence_logits is None).
     """
-    static = _static(_check_head(head), topk, outputs, logits_dtype)
+    static = _static(_check_head(head), topk, outputs, logits_dtype, implementation)
     base, anchor, hidden = _prepare_logits(head, base_logits, anchor_ids, hidden)
     draw = None if sampling is None else coerce_sampling(sampling, base.shape[1])
     return _LOGITS.jitted(head, base, anchor, draw, hidden, _threshold(head, min_confidence, hidden), **static)
@@ -185,7 +194,9 @@ def teacher_forced_logits(head: DSparkHead, hidden: Any, prev_ids: Any) -> jax.A
 
 def make_buffer(head: DSparkHead, config: DraftConfig, batch: int) -> DraftBuffer | None:
     """Return the DraftBuffer for a function of make_draft_fn: for top-k rows with outputs="logits", else None."""
-    static = _static(_check_head(head), config.draft_topk, config.outputs, config.logits_dtype)
+    _check_config(config)
+    _check_steps(_check_head(head), config.num_speculative_tokens, "num_speculative_tokens")
+    static = _static(head, config.draft_topk, config.outputs, config.logits_dtype)
     if config.draft_topk is None or config.outputs != "logits":
         return None
     batch = check_int("batch", batch, 1)
@@ -217,7 +228,7 @@ class DraftFunction:
 
 
 def _options(
-    config: DraftConfig, head: DSparkHead, steps: int, field: str, batch: int, sampling: Any
+    config: DraftConfig, head: DSparkHead, steps: int, field: str, batch: int, sampling: Any, implementation: str | None
 ) -> tuple[dict[str, Any], DraftSampling | None]:
     """Check a call against its DraftConfig; return the static options and the coerced sampling."""
     if steps != config.num_speculative_tokens:
@@ -226,7 +237,7 @@ def _options(
     if (sampling is None) != (method == "greedy"):
         wanted = "None" if method == "greedy" else "a DraftSampling"
         raise invalid("sampling", type(sampling).__name__, f"{wanted}, since draft_sample_method is {method}")
-    static = _static(head, config.draft_topk, config.outputs, config.logits_dtype)
+    static = _static(head, config.draft_topk, config.outputs, config.logits_dtype, implementation)
     return static, None if sampling is None else coerce_sampling(sampling, batch)
 
 
@@ -236,12 +247,13 @@ def _check_config(config: Any) -> DraftConfig:
     return config
 
 
-def make_draft_fn(config: DraftConfig) -> DraftFunction:
+def make_draft_fn(config: DraftConfig, *, implementation: str | None = None) -> DraftFunction:
     """Make fn(head, hidden, anchor_ids, sampling, buffer) -> (block, buffer) for a serving loop.
 
     hidden [B, S, H], anchor_ids [B], sampling (None when greedy) as in `draft_block`. For top-k rows (draft_topk with
     outputs="logits") `buffer` is the DraftBuffer of make_buffer or of the last call; it is donated, and block.logits
-    views the returned one until the next call. Otherwise buffer is None, in and out.
+    views the returned one until the next call. Otherwise buffer is None, in and out. `implementation` as in
+    draft_block.
 
     An outer jit drops the donation: call fn from Python, or call `draft.draft` inside a jit that donates for itself.
     """
@@ -252,7 +264,7 @@ def make_draft_fn(config: DraftConfig) -> DraftFunction:
     def prepare(head: Any, hidden: Any, anchor_ids: Any, sampling: Any = None, buffer: Any = None) -> tuple:
         hidden, anchor = _prepare_hidden(_check_head(head), hidden, anchor_ids)
         B, S, _ = hidden.shape
-        static, draw = _options(config, head, S, "hidden.shape[1]", B, sampling)
+        static, draw = _options(config, head, S, "hidden.shape[1]", B, sampling, implementation)
         if buffered != isinstance(buffer, DraftBuffer):
             wanted = "the DraftBuffer of make_buffer(head, config, batch)" if buffered else "None"
             raise invalid("buffer", type(buffer).__name__, wanted)
@@ -271,11 +283,12 @@ def make_draft_fn(config: DraftConfig) -> DraftFunction:
     return DraftFunction(prepare, finish, (program,))
 
 
-def make_draft_from_logits_fn(config: DraftConfig) -> DraftFunction:
+def make_draft_from_logits_fn(config: DraftConfig, *, implementation: str | None = None) -> DraftFunction:
     """Make fn(head, base_logits, anchor_ids, sampling, hidden) -> block that corrects base_logits in place.
 
     base_logits [S, B, Vd] step-major is donated, and block.logits takes its memory, where outputs="logits", Vd = V and
     base_logits has the logits dtype. Elsewhere no output can take its memory, so it is not donated and stays usable.
+    `implementation` as in draft_block.
     """
     _check_config(config)
     donating, keeping = _Program(_from_logits, donate="base_logits"), _Program(_from_logits)
@@ -283,7 +296,7 @@ def make_draft_from_logits_fn(config: DraftConfig) -> DraftFunction:
     def prepare(head: Any, base_logits: Any, anchor_ids: Any, sampling: Any = None, hidden: Any = None) -> tuple:
         base, anchor, hidden = _prepare_logits(_check_head(head), base_logits, anchor_ids, hidden)
         S, B, Vd = base.shape
-        static, draw = _options(config, head, S, "base_logits.shape[0]", B, sampling)
+        static, draw = _options(config, head, S, "base_logits.shape[0]", B, sampling, implementation)
         same = Vd == head.config.vocab_size and base.dtype == static["logits_dtype"]
         program = donating if config.outputs == "logits" and same else keeping
         return program, (head, base, anchor, draw, hidden, _threshold(head, config.min_confidence, hidden)), static

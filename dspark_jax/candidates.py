@@ -12,24 +12,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .sampling import canonical
+from .kernels.select import select_topk
 from .types import DraftBuffer
 
 
-def select(base: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def select(base: jax.Array, k: int, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Return the k largest base logits of each row, descending, ties (and zeros of either sign) to the lowest id.
 
     NaN of either sign counts as the largest value, so a row that holds one shows it among its candidates.
 
     Args:
         base: [S, B, Vd] float.
+        implementation: "xla", "pallas" or None, see kernels/dispatch.py.
 
     Returns:
         values [S, B, k] in the dtype of base, ids int32 [S, B, k], distinct within a row.
     """
-    ordered = canonical(base)
-    ordered = jnp.where(jnp.isnan(ordered), jnp.array(jnp.nan, base.dtype), ordered)
-    return lax.top_k(ordered, k)
+    S, B, n = base.shape
+    values, ids = select_topk(base.reshape(S * B, n), k, implementation=implementation)
+    return values.reshape(S, B, k), ids.reshape(S, B, k)
 
 
 def scatter(dense: jax.Array, ids: jax.Array, values: jax.Array | float) -> jax.Array:

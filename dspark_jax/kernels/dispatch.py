@@ -9,13 +9,16 @@ function serves all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+
+T = TypeVar("T")
 
 IMPLEMENTATIONS = ("xla", "pallas")
 
@@ -25,18 +28,24 @@ VERIFIED: dict[str, tuple[str, str]] = {}
 WHOLE = pl.no_block_spec  # the kernel gets a pointer to the whole array and indexes it itself
 
 
-def choose_form(kernel: str, implementation: str | None) -> str:
-    """Return "xla" or "pallas" for a kernel."""
-    if implementation is None:
-        return "pallas" if kernel in VERIFIED else "xla"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: found {implementation!r}, expected 'xla', 'pallas' or None")
-    return implementation
+def run(kernel: str, implementation: str | None, *, xla: Callable[[], T], pallas: Callable[..., T]) -> T:
+    """Run one of the two forms of a kernel.
+
+    Args:
+        kernel: its name in `VERIFIED`.
+        implementation: "xla", "pallas" or None.
+        xla: the plain form; pallas: the kernel, which takes `interpret`.
+    """
+    if implementation is None and kernel in VERIFIED:
+        return lax.platform_dependent(cuda=partial(pallas, interpret=False), default=xla)
+    if implementation == "pallas":
+        return lax.platform_dependent(cuda=partial(pallas, interpret=False), default=partial(pallas, interpret=True))
+    return xla()
 
 
-def on_platform(*args: Any, gpu: Callable[..., Any], cpu: Callable[..., Any], other: Callable[..., Any]) -> Any:
-    """Call the form for the platform that the program is lowered for."""
-    return lax.platform_dependent(*args, cuda=gpu, cpu=cpu, default=other)
+def addressable(*arrays: jax.Array) -> bool:
+    """Say whether kernels can index the arrays: their offsets are 32 bits wide."""
+    return all(array.size < 2**31 for array in arrays)
 
 
 def pallas_call(kernel: Callable[..., None], *, name: str, interpret: bool, num_warps: int = 4, **options: Any) -> Any:

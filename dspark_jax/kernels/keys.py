@@ -1,7 +1,8 @@
 """Order-preserving unsigned keys of floats: one integer order for bfloat16, float16 and float32.
 
-    key(x) < key(y)  exactly when  x < y;   key(-0) = key(+0);   key(NaN) of either sign is the largest;   0 is below all
+    key(x) < key(y)  exactly when  x < y;     key(-0) = key(+0);     key(NaN) of either sign is the largest
 
+No float has the key 0: it marks what is not there.
 Comparing keys instead of floats makes the order total, so that selection needs no special cases.
 """
 

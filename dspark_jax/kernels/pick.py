@@ -10,13 +10,20 @@ from jax.experimental import pallas as pl
 from .dispatch import WHOLE, load, pallas_call, power_of_two, store
 from .keys import key_dtype, to_keys
 
+GROUP = 16  # columns per group: one 32-byte sector of half-precision values
 MOST = 32768  # elements a program holds in registers
+
+
+def group_size(V: int, k: int) -> int | None:
+    """Return the columns per group, or None where grouping would not shrink the row enough to pay."""
+    for size in (GROUP, GROUP // 2):
+        if 2 * size * k <= V and size * k <= MOST:
+            return size
+    return GROUP // 2 if GROUP * k <= V else None
 
 
 def fits(V: int, k: int) -> bool:
     """Say whether rows of V columns can be selected with this kernel."""
-    from .select import group_size
-
     size = group_size(V, k)
     return V <= MOST if size is None else max(-(-V // size), k * size) <= MOST
 
@@ -45,7 +52,7 @@ def pick_kernel(
     count = n if groups is None else k * size
     lanes = power_of_two(count)
 
-    def kernel(*refs):  # noqa: ANN002, ANN202
+    def kernel(*refs):
         x_ref, *groups_ref, key_ref, id_ref = refs
         row = pl.program_id(0)
         lane = lax.broadcasted_iota(jnp.int32, (lanes,), 0)
@@ -59,7 +66,7 @@ def pick_kernel(
         key = (to_keys(value) if jnp.issubdtype(value.dtype, jnp.floating) else value).astype(jnp.uint32)
         key = jnp.where(live, key, jnp.uint32(0))
 
-        def refine(i, found):  # noqa: ANN001, ANN202
+        def refine(i, found):
             raised = found | (jnp.uint32(1) << (jnp.uint32(bits - 1) - i.astype(jnp.uint32)))
             reach = jnp.sum((key >= raised).astype(jnp.int32))
             return jnp.where(reach >= k, raised, found)

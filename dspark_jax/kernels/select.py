@@ -21,11 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import pick
-from .dispatch import choose_form, on_platform
-from .keys import key_dtype, to_keys, to_values
+from . import dispatch, pick
+from .keys import to_keys, to_values
 
-GROUP = 16
 DIGIT = 4  # bits of a key found per pass over it
 
 
@@ -43,11 +41,19 @@ def select_topk(x: jax.Array, k: int, *, implementation: str | None = None) -> t
     Returns:
         values [R, k] in the dtype of x, ids int32 [R, k], distinct within a row.
     """
-    form = choose_form("select", implementation)
-    kernel = form == "pallas" and pick.fits(x.shape[1], k)
-    gpu = partial(_select, k=k, small=pick.pick_kernel if kernel else pick_xla)
-    interpreted = partial(_select, k=k, small=partial(pick.pick_kernel, interpret=True)) if kernel else None
-    return on_platform(x, gpu=gpu, cpu=interpreted or partial(top_k, k=k), other=interpreted or partial(top_k, k=k))
+    plain = partial(_plain, x, k)
+    if not pick.fits(x.shape[1], k) or not dispatch.addressable(x):
+        return plain()
+    return dispatch.run("select", implementation, xla=plain, pallas=partial(_in_kernels, x, k))
+
+
+def _plain(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    by_groups, whole = partial(_select, k=k, small=pick_xla), partial(top_k, k=k)
+    return lax.platform_dependent(x, cuda=by_groups, rocm=by_groups, cpu=whole, default=whole)
+
+
+def _in_kernels(x: jax.Array, k: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    return _select(x, k, partial(pick.pick_kernel, interpret=interpret))
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -59,15 +65,10 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values.astype(x.dtype), ids
 
 
-def group_size(V: int, k: int) -> int | None:
-    """Return the columns per group, or None where grouping would not shrink the row enough to pay."""
-    return GROUP if 2 * GROUP * k <= V else None
-
-
-def _select(x: jax.Array, k: int, small) -> tuple[jax.Array, jax.Array]:  # noqa: ANN001
+def _select(x: jax.Array, k: int, small) -> tuple[jax.Array, jax.Array]:
     """Select by groups with `small(keys or x, k, groups, G) -> (keys [R, k], ids [R, k] ascending)`."""
     R, V = x.shape
-    groups, size = None, group_size(V, k)
+    groups, size = None, pick.group_size(V, k)
     if size is not None:
         n = -(-V // size)
         padded = jnp.pad(to_keys(x), ((0, 0), (0, n * size - V)))  # key 0 is below every float

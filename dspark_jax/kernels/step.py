@@ -4,10 +4,11 @@
     row[b, :]  = round(base[step, b, :] + e[b] @ w2.T)     f32 sum, rounded once to the dtype of the rows
     token[b]   = the id with the largest score; valid[b] = no NaN and something finite in the row
 
-The kernel reads w2 once for all requests, its slab of base, and writes the slab in place in the whole [S, B, n] buffer (a
-kernel called on a slice of it would be given a copy) and per block of columns one score, id and flags; `best_of_blocks`
-reduces those. It knows of no head and no generator: `latents` is any table with a row per previous token (markov_w1 for a
-vanilla head; the [B, r] latents themselves with prev = arange(B) for others) and `score` turns rows into what is maximised.
+The kernel reads w2 once for all requests, its slab of base, and writes the slab in place in the whole [S, B, n] buffer
+(a kernel called on a slice of it would be given a copy) and per block of columns one score, id and flags;
+`best_of_blocks` reduces those. It knows of no head and no generator: `latents` is any table with a row per previous token
+(markov_w1 for a vanilla head; the [B, r] latents with prev = arange(B) for others), `score` turns rows into what is
+maximised. The plain form and reference is steps.in_xla.
 
 S steps, B requests, n columns (draft ids), r rank.
 """
@@ -33,13 +34,13 @@ BATCH_TILE = 64
 
 
 def dense_step(
+    *,
     base: jax.Array,
     rows: jax.Array | None,
     step: jax.Array,
     prev: jax.Array,
     latents: jax.Array,
     w2: jax.Array,
-    *,
     keep: bool,
     dtype: Any,
     live: int | None = None,
@@ -78,7 +79,7 @@ def dense_step(
     if keep and rows is not None:
         operands.append(rows)
 
-    def kernel(*refs):  # noqa: ANN002, ANN202
+    def kernel(*refs):
         inputs, outputs = refs[: len(operands)], refs[len(operands) :]
         step_ref, prev_ref, latent_ref, w2_ref, base_ref, *rest = inputs
         top_ref, code_ref = outputs[-2:]
@@ -90,7 +91,7 @@ def dense_step(
         parts = [q * chunk + lax.broadcasted_iota(jnp.int32, (chunk,), 0) for q in range(pl.cdiv(r, chunk))]
         weights = [load(w2_ref, (column[:, None], p[None, :]), inside[:, None] & (p < r)[None, :], 0) for p in parts]
 
-        def one_tile(i, _):  # noqa: ANN001, ANN202
+        def one_tile(i, _):
             b = i * tile + lax.broadcasted_iota(jnp.int32, (tile,), 0)
             row = load(prev_ref, (b,), b < B, -1)
             known = (row >= 0) & (row < latents.shape[0])

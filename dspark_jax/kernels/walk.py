@@ -1,12 +1,12 @@
 """The walk over candidates: all steps in one kernel, one program per request, the previous token in a register.
 
     e          = latents[prev]                                     zeros where prev is outside the table
-    row[i]     = round(values[s, b, i] + e . w2[ids[s, b, i]])         f32 sum, rounded once
+    row[i]     = round(base[s, b, i] + e . w2[ids[s, b, i]])         f32 sum, rounded once
     prev       = the target id with the largest score
 
-Each candidate's row of w2 is read once and nothing V wide is touched. The kernel knows of no head: `latents` is any table
-with a row per previous token (markov_w1 for a vanilla head). Heads whose latent depends on more call it a step at a time
-with the [B, r] latents of that step and prev = arange(B).
+Each candidate's row of w2 is read once and nothing V wide is touched. The kernel knows of no head: `latents` is any
+table with a row per previous token (markov_w1 for a vanilla head). Heads whose latent depends on more call it a step at a
+time with the [B, r] latents of that step and prev = arange(B). The plain form and reference is steps.in_xla.
 
 S steps, B requests, k candidates, r rank.
 """
@@ -27,13 +27,13 @@ TILE = 16384  # elements of w2 in flight
 
 
 def walk(
-    values: jax.Array,
+    *,
+    base: jax.Array,
     rows: jax.Array | None,
     ids: jax.Array,
     prev: jax.Array,
     latents: jax.Array,
     w2: jax.Array,
-    *,
     keep: bool,
     dtype: Any,
     step: jax.Array | None = None,
@@ -45,7 +45,7 @@ def walk(
     """Walk all steps, or take the one step `step`.
 
     Args:
-        values: [S, B, k] base logits of the candidates; ids: int32 [S, B, k], their rows of w2.
+        base: [S, B, k] base logits of the candidates; ids: int32 [S, B, k], their rows of w2.
         rows: [S, B, k] of `dtype` to write to; None for a new array (all steps only).
         prev: int32 [B], row of `latents` for the first step; later ones take the chosen target id.
         latents: [m, r] and w2: [n, r], of one dtype.
@@ -65,36 +65,35 @@ def walk(
     chunk = min(power_of_two(k), max(1, TILE // lanes))
     leaves, tree = jax.tree.flatten(draw)
     first = jnp.zeros((1,), jnp.int32) if step is None else step[None].astype(jnp.int32)
-    operands = [first, prev, latents, w2, values, ids, *leaves]
+    operands = [first, prev, latents, w2, base, ids, *leaves]
     if target_ids is not None:
         operands.append(target_ids)
     if keep and rows is not None:
         operands.append(rows)
 
-    def kernel(*refs):  # noqa: ANN002, ANN202
+    def kernel(*refs):
         inputs, outputs = refs[: len(operands)], refs[len(operands) :]
-        first_ref, prev_ref, latent_ref, w2_ref, value_ref, id_ref, *rest = inputs
+        first_ref, prev_ref, latent_ref, w2_ref, base_ref, id_ref, *rest = inputs
         code_ref = outputs[-1]
         b = pl.program_id(0)
         start = first_ref[0]
         q = lax.broadcasted_iota(jnp.int32, (lanes,), 0)
         drawn = jax.tree.unflatten(tree, [load(ref, (b,))[None] for ref in rest[: len(leaves)]])
 
-        def one_step(i, prev):  # noqa: ANN001, ANN202
+        def one_step(i, prev):
             s = start + i
             known = (prev >= 0) & (prev < latents.shape[0])
             e = load(latent_ref, (prev, q), known & (q < r), 0).astype(jnp.float32)
 
-            def one_chunk(c, best):  # noqa: ANN001, ANN202
+            def one_chunk(c, best):
                 at = c * chunk + lax.broadcasted_iota(jnp.int32, (chunk,), 0)
                 inside = at < k
                 row = load(id_ref, (s, b, at), inside, 0)
                 named = row if target_ids is None else load(rest[len(leaves)], (s, b, at), inside, 0)
                 w = load(w2_ref, (row[:, None], q[None, :]), inside[:, None] & (q < r)[None, :], 0)
-                x = load(value_ref, (s, b, at), inside, 0).astype(jnp.float32)
+                x = load(base_ref, (s, b, at), inside, 0).astype(jnp.float32)
                 x = rounded(x + jnp.sum(w.astype(jnp.float32) * e[None, :], axis=1), dtype, interpret)
                 if keep:
-                    # The interpreter rewrites masked lanes: they get a place of their own by clamping to no column.
                     store(outputs[0], (s, b, at), x.astype(dtype), inside)
                 top, code = summarize(x[None, :], named[None, :], inside[None, :], s, drawn, score)
                 return better(best, (jnp.max(top), jnp.max(code)))
