@@ -104,7 +104,7 @@ def coerce_sampling(sampling: Any, batch: int) -> DraftSampling:
     if not isinstance(sampling, DraftSampling):
         raise invalid("sampling", type(sampling).__name__, "a DraftSampling, or None for greedy")
     temperature = as_array("sampling.temperature", sampling.temperature)
-    if not jnp.issubdtype(temperature.dtype, jnp.number):
+    if not any(jnp.issubdtype(temperature.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise invalid("sampling.temperature.dtype", str(temperature.dtype), "a float dtype")
     if temperature.ndim == 0:
         temperature = jnp.broadcast_to(jnp.asarray(temperature), (batch,))
