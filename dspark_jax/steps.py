@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from . import sampling
@@ -203,7 +204,8 @@ def in_kernels(
         return (state, token, kept), (token, valid)
 
     kept = None if not keep else rows.base if in_place else jnp.zeros(rows.base.shape, dtype)
-    xs = (jnp.arange(S, dtype=jnp.int32), markov.hoist(hidden))
+    # Steps are NumPy constants: a traced range would cost a launch a step to slice.
+    xs = (np.arange(S, dtype=np.int32), markov.hoist(hidden))
     # Unrolled: a loop would add slices and counters, each a launch of its own, to two or three kernels a step.
     (_, _, kept), (tokens, valid) = lax.scan(body, (markov.start(B), anchor, kept), xs, unroll=not interpret)
     return kept, tokens, valid

@@ -3,8 +3,8 @@
 Rules (docs/gpu_report.md explains them): every scheduled instruction that does work is one kernel; a kernel moves the
 operands it reads plus the outputs it writes; an operand touched only through slices or gathers counts what those touch,
 in 32-byte sectors; an in-place update counts the update; a loop body counts times its known trip count; a conditional
-counts its most expensive branch. Pallas kernels, which HLO shows as opaque calls, count what `KERNELS` says of them; the
-tests hold those formulas to the loads and stores that the kernels make.
+counts its most expensive branch. Pallas kernels, which HLO shows as opaque calls, count what the caller's rules say of
+them (kernel_rules.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"} | {
     "opt-barrier", "copy-done", "async-done", "async-update", "all-reduce-done", "all-gather-done",
 }  # fmt: skip
-# Elementwise with one operand: a slice behind them still touches only the slice.
-TRANSPARENT = {"bitcast", "reshape", "convert", "copy", "negate", "abs", "bitcast-convert", "not"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,31 +200,53 @@ def _users(computation: Computation, name: str) -> list[Instruction]:
 
 def read_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Bytes of fused parameter `instruction` that its computation reads."""
-    shape, total = instruction.shapes[0], 0
-    pending = [instruction]
-    while pending:
-        node = pending.pop()
-        for user in _users(computation, node.name):
-            first = user.operands[0] == node.name and user.operands.count(node.name) == 1
-            # A slice behind a reshape is measured in the reshaped array.
-            if user.opcode in ("slice", "dynamic-slice", "gather") and first:
-                total += slice_bytes(dataclasses.replace(node.shapes[0], dtype=shape.dtype), user)
-            elif user.opcode in ("dynamic-update-slice", "scatter") and first:
-                pass  # updated in place: what is kept is not read
-            elif user.opcode in TRANSPARENT and user.shapes[0].elements == shape.elements:
-                if user.root:
-                    return shape.nbytes
-                pending.append(user)
-            elif user.opcode == "fusion" and (name := user.called("calls")):
-                inner = module.computations[name]
-                for i, operand in enumerate(user.operands):
-                    if operand == node.name:
-                        total += read_bytes(module, inner, parameters(inner)[i])
-            elif user.opcode == "tuple":
-                pass  # handed on, not read
-            else:
-                return shape.nbytes
-    return min(total, shape.nbytes)
+    shape = instruction.shapes[0]
+    return min(shape.nbytes, round(_touched(module, computation, instruction, BYTES[shape.dtype], {})))
+
+
+def _touched(module: Module, computation: Computation, node: Instruction, size: int, seen: dict[str, float]) -> float:
+    """Bytes of `node` (elements of `size` bytes) that its users read: all of it, or the parts that slices pick."""
+    if node.name in seen:
+        return seen[node.name]
+    shape = node.shapes[0]
+    whole, total = shape.elements * size, 0.0
+    for user in _users(computation, node.name):
+        first = user.operands[0] == node.name and user.operands.count(node.name) == 1
+        if user.opcode in ("slice", "dynamic-slice", "gather") and first:
+            part = slice_bytes(dataclasses.replace(shape, dtype=_unsigned(size)), user)
+            # A slice of a slice is read in part only.
+            total += part * (1.0 if user.root else _share(module, computation, user, seen))
+        elif user.opcode in ("dynamic-update-slice", "scatter") and first:
+            pass  # updated in place: what is kept is not read
+        elif user.opcode == "tuple":
+            total += 0 if node.opcode == "parameter" else whole  # a parameter is handed on, a result is written
+        elif user.opcode == "fusion" and (name := user.called("calls")):
+            inner = parameters(module.computations[name])
+            places = [i for i, operand in enumerate(user.operands) if operand == node.name]
+            total += sum(read_bytes(module, module.computations[name], inner[i]) for i in places)
+        elif user.root or not _maps(user, shape):
+            total += whole
+        else:
+            total += whole * _share(module, computation, user, seen)
+    seen[node.name] = min(total, whole)
+    return seen[node.name]
+
+
+def _share(module: Module, computation: Computation, node: Instruction, seen: dict[str, float]) -> float:
+    """The part of a fused value that is computed at all, from 0 to 1."""
+    elements = max(node.shapes[0].elements, 1)
+    return _touched(module, computation, node, 1, seen) / elements if not node.root else 1.0
+
+
+def _maps(user: Instruction, shape: Shape) -> bool:
+    """Whether a part of the user's result needs no more than the same part of this operand."""
+    if user.opcode in ("reduce", "transpose", "reshape", "bitcast"):
+        return True
+    return len(user.shapes) == 1 and user.shapes[0].dims == shape.dims and user.opcode not in ("sort", "scan", "dot")
+
+
+def _unsigned(size: int) -> str:
+    return {1: "u8", 2: "u16", 4: "u32", 8: "u64"}[size]
 
 
 def parameters(computation: Computation) -> list[Instruction]:
@@ -244,10 +264,12 @@ def update_bytes(computation: Computation, update: Instruction) -> int:
     shape = update.shapes[0]
     if update.opcode == "dynamic-update-slice":
         return _pieces(shape, computation[update.operands[1]].shapes[0].dims)
-    written = [computation[name].shapes[0] for name in update.operands[len(update.shapes) * 2 - len(update.shapes) + 1 :]]
+    written = [computation[name].shapes[0] for name in update.operands[len(update.shapes) + 1 :]]
     window = re.search(r"update_window_dims=\{([\d,]*)\}", update.attributes)
     axes = [int(n) for n in window[1].split(",") if n] if window else []
-    return sum(s.elements // max(w := math.prod(s.dims[a] for a in axes), 1) * _sectors(w * BYTES[s.dtype]) for s in written)
+    sizes = [math.prod(s.dims[a] for a in axes) for s in written]
+    touched = [s.elements // max(w, 1) * _sectors(w * BYTES[s.dtype]) for s, w in zip(written, sizes, strict=True)]
+    return sum(min(n, s.nbytes) for n, s in zip(touched, update.shapes, strict=True))  # never more than the array
 
 
 def write_bytes(module: Module, computation: Computation, node: Instruction) -> int:
@@ -284,7 +306,7 @@ def instruction_work(module: Module, computation: Computation, node: Instruction
     if node.opcode in FREE:
         return Work()
     if node.opcode == "while":
-        trips = re.search(r'known_trip_count\W+n\W+(\d+)', node.attributes)
+        trips = re.search(r"known_trip_count\W+n\W+(\d+)", node.attributes)
         if trips is None:
             raise ValueError(f"while loop {node.name} has no known trip count")
         work = Work()
@@ -292,7 +314,9 @@ def instruction_work(module: Module, computation: Computation, node: Instruction
         return work
     if node.opcode == "conditional":
         names = re.search(r"branch_computations=\{([^}]*)\}", node.attributes)
-        listed = names[1] if names else " ".join(filter(None, map(node.called, ("true_computation", "false_computation"))))
+        listed = (
+            names[1] if names else " ".join(filter(None, map(node.called, ("true_computation", "false_computation"))))
+        )
         branches = [computation_work(module, n, rules) for n in re.findall(r"[\w.\-]+", listed)]
         worst = max(branches, key=lambda w: w.nbytes)
         worst.branches.append(tuple(w.nbytes for w in branches))
@@ -342,7 +366,9 @@ def sorted_lengths(module: Module) -> list[int]:
             if node.opcode == "sort":
                 axis = re.search(r"dimensions=\{(\d+)\}", node.attributes)
                 lengths.append(node.shapes[0].dims[int(axis[1]) if axis else -1])
-            elif node.opcode == "custom-call" and re.search(r'custom_call_target="[^"]*sort[^"]*"', node.attributes, re.I):
+            elif node.opcode == "custom-call" and re.search(
+                r'custom_call_target="[^"]*sort[^"]*"', node.attributes, re.I
+            ):
                 lengths.append(max((s.dims[-1] for s in node.shapes if s.dims), default=0))
     return lengths
 

@@ -81,9 +81,10 @@ def pick_kernel(
         store(id_ref, (row, slot), ids, keep)
 
     width = k + 1 if interpret else k
+    name = "dspark_pick" if groups is None else f"dspark_pick_groups{size}"
     operands = (x,) if groups is None else (x, groups)
     keys, ids = pallas_call(
-        kernel, name="dspark_pick", interpret=interpret, grid=(R,), in_specs=[WHOLE] * len(operands),
+        kernel, name=name, interpret=interpret, grid=(R,), in_specs=[WHOLE] * len(operands),
         out_specs=[WHOLE] * 2, num_warps=max(4, min(16, lanes // 1024)),
         out_shape=[jax.ShapeDtypeStruct((R, width), word), jax.ShapeDtypeStruct((R, width), jnp.int32)],
     )(*operands)  # fmt: skip

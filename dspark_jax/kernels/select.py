@@ -15,6 +15,7 @@ R rows, V columns, k selected.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import dispatch, pick
-from .keys import to_keys, to_values
+from .keys import key_dtype, to_keys, to_values
 
 DIGIT = 4  # bits of a key found per pass over it
 
@@ -65,7 +66,7 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values.astype(x.dtype), ids
 
 
-def _select(x: jax.Array, k: int, small) -> tuple[jax.Array, jax.Array]:
+def _select(x: jax.Array, k: int, small: Callable[..., tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
     """Select by groups with `small(keys or x, k, groups, G) -> (keys [R, k], ids [R, k] ascending)`."""
     R, V = x.shape
     groups, size = None, pick.group_size(V, k)
@@ -88,12 +89,14 @@ def pick_xla(
         keys, ids = x, lax.broadcasted_iota(jnp.int32, x.shape, 1)
     else:
         assert size is not None
-        ids = (groups[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(R, k * size)
-        keys = jnp.take_along_axis(x, jnp.minimum(ids, n - 1), axis=1)
+        # The last group may be short: it is read together with columns of the group before, which do not count again.
+        start = jnp.minimum(groups * size, n - size)
+        ids = start[:, :, None] + jnp.arange(size, dtype=jnp.int32)
+        keys, live = _gather_groups(x, start, size), ids >= groups[:, :, None] * size
+        keys = jnp.where(live, to_keys(keys), jnp.array(0, key_dtype(x.dtype)))
+        keys, ids = keys.reshape(R, k * size), ids.reshape(R, k * size)
     if jnp.issubdtype(keys.dtype, jnp.floating):
         keys = to_keys(keys)
-    if groups is not None:
-        keys = jnp.where(ids < n, keys, jnp.zeros_like(keys))
     threshold = kth_largest(keys, k)[:, None]
     above, tie = keys > threshold, keys == threshold
     needed = k - jnp.sum(above, axis=1, keepdims=True, dtype=jnp.int32)
@@ -102,6 +105,14 @@ def pick_xla(
     row = lax.broadcasted_iota(jnp.int32, slot.shape, 0)
     place = lambda v: jnp.zeros((R, k), v.dtype).at[row, slot].set(v, mode="drop", unique_indices=True)  # noqa: E731
     return place(keys), place(ids)
+
+
+def _gather_groups(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    """Return [R, k, size]: `size` neighbouring columns of x [R, n] from each of start [R, k]."""
+    row = lax.broadcasted_iota(jnp.int32, start.shape, 0)
+    numbers = lax.GatherDimensionNumbers(offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+    places = jnp.stack([row, start], axis=-1)
+    return lax.gather(x, places, numbers, (1, size), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def kth_largest(keys: jax.Array, k: int) -> jax.Array:

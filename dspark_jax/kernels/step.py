@@ -6,9 +6,9 @@
 
 The kernel reads w2 once for all requests, its slab of base, and writes the slab in place in the whole [S, B, n] buffer
 (a kernel called on a slice of it would be given a copy) and per block of columns one score, id and flags;
-`best_of_blocks` reduces those. It knows of no head and no generator: `latents` is any table with a row per previous token
-(markov_w1 for a vanilla head; the [B, r] latents with prev = arange(B) for others), `score` turns rows into what is
-maximised. The plain form and reference is steps.in_xla.
+`best_of_blocks` reduces those. It knows of no head and no generator: `latents` is any table with a row per previous
+token (markov_w1 for a vanilla head; the [B, r] latents with prev = arange(B) for others), `score` turns rows into what
+is maximised. The plain form and reference is steps.in_xla.
 
 S steps, B requests, n columns (draft ids), r rank.
 """
@@ -28,7 +28,7 @@ from .dispatch import WHOLE, load, pallas_call, power_of_two, rounded, store
 # (rows float32 [b, m], ids int32 [b, m], step, draw: leaves [b]) -> scores float32 [b, m]; None maximises the rows.
 Score = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array] | None
 
-NO_ID = jnp.iinfo(jnp.int32).max
+NO_ID = (1 << 29) - 1  # ids share a word with two flags
 RANK_CHUNK = 256  # of the product's inner axis at a time
 BATCH_TILE = 64
 
@@ -73,7 +73,7 @@ def dense_step(
     tile = min(BATCH_TILE, power_of_two(B, 16))
     leaves, tree = jax.tree.flatten(draw)
     in_place = keep and rows is None
-    operands = [step[None].astype(jnp.int32), prev, latents, w2, base, *leaves]
+    operands = [jnp.asarray(step, jnp.int32)[None], prev, latents, w2, base, *leaves]
     if target_ids is not None:
         operands.append(target_ids)
     if keep and rows is not None:
@@ -106,9 +106,9 @@ def dense_step(
             if keep:
                 store(outputs[0], place, x.astype(dtype), mask)
             drawn = jax.tree.unflatten(tree, [load(ref, (b,), b < B, 0) for ref in rest[: len(leaves)]])
-            top, code = summarize(x, ids[None, :], (column < live)[None, :], s, drawn, score)
+            top, best, flags = summarize(x, ids[None, :], (column < live)[None, :], s, drawn, score)
             store(top_ref, (j, b), top, b < B)
-            store(code_ref, (j, b), code, b < B)
+            store(code_ref, (j, b), 4 * best + flags, b < B)
 
         lax.fori_loop(0, pl.cdiv(B, tile), one_tile, None)
 
@@ -124,10 +124,8 @@ def dense_step(
     return (buffer[0] if keep else None), tokens, valid
 
 
-def summarize(
-    x: jax.Array, ids: jax.Array, counted: jax.Array, step: jax.Array, draw: Any, score: Score
-) -> tuple[jax.Array, jax.Array]:
-    """Reduce rows [b, m] to (best score [b], code [b]) where code = 4 * id + 2 * holds NaN + holds a finite value.
+def summarize(x: jax.Array, ids: jax.Array, counted: jax.Array, step: jax.Array, draw: Any, score: Score) -> Summary:
+    """Reduce rows [b, m] to their summaries [b].
 
     Scores of NaN count as -inf; among equals the lowest id wins; columns that are not `counted` count for nothing.
     """
@@ -135,29 +133,28 @@ def summarize(
     scores = x if score is None else score(x, ids, step, draw)
     scores = jnp.where(counted & (scores == scores), scores, -jnp.inf)
     top = jnp.max(scores, axis=1)
-    lowest = jnp.min(jnp.where(counted & (scores == top[:, None]), ids, NO_ID // 4), axis=1)
+    lowest = jnp.min(jnp.where(counted & (scores == top[:, None]), ids, NO_ID), axis=1)
     finite = jnp.max((counted & (jnp.abs(x) < jnp.inf)).astype(jnp.int32), axis=1)
     broken = jnp.max((counted & (x != x)).astype(jnp.int32), axis=1)
-    return top, 4 * lowest + 2 * broken + finite
+    return top, lowest, 2 * broken + finite
 
 
-def better(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Combine two summaries (score, code): the higher score, then the lower id; flags of both."""
-    (top_a, code_a), (top_b, code_b) = a, b
-    id_a, id_b = code_a >> 2, code_b >> 2
+Summary = tuple[jax.Array, jax.Array, jax.Array]  # best score, its id, flags: 2 * holds NaN + holds a finite value
+
+
+def better(a: Summary, b: Summary) -> Summary:
+    """Combine two summaries: the higher score, then the lower id; flags of both."""
+    (top_a, id_a, flags_a), (top_b, id_b, flags_b) = a, b
     take_b = (top_b > top_a) | ((top_b == top_a) & (id_b < id_a))
-    return jnp.maximum(top_a, top_b), 4 * jnp.where(take_b, id_b, id_a) + ((code_a | code_b) & 3)
+    return jnp.maximum(top_a, top_b), jnp.where(take_b, id_b, id_a), flags_a | flags_b
 
 
-NOTHING = (-jnp.inf, 4 * (NO_ID // 4))  # the summary of no columns
-
-
-def unpack(code: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Split a code into (token int32, valid bool)."""
-    return code >> 2, (code & 3) == 1
+def nothing() -> Summary:
+    """Return the summary of no columns."""
+    return jnp.float32(-jnp.inf), jnp.int32(NO_ID), jnp.int32(0)
 
 
 def best_of_blocks(top: jax.Array, code: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Reduce the summaries [blocks, B] of a row's blocks to (token [B], valid [B]), in one reduction."""
-    start = (jnp.float32(NOTHING[0]), jnp.int32(NOTHING[1]))
-    return unpack(lax.reduce((top, code), start, better, (0,))[1])
+    _, token, flags = lax.reduce((top, code >> 2, code & 3), nothing(), lambda a, b: better(a, b), (0,))
+    return token, flags == 1

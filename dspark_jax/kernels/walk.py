@@ -5,8 +5,8 @@
     prev       = the target id with the largest score
 
 Each candidate's row of w2 is read once and nothing V wide is touched. The kernel knows of no head: `latents` is any
-table with a row per previous token (markov_w1 for a vanilla head). Heads whose latent depends on more call it a step at a
-time with the [B, r] latents of that step and prev = arange(B). The plain form and reference is steps.in_xla.
+table with a row per previous token (markov_w1 for a vanilla head). Heads whose latent depends on more call it a step at
+a time with the [B, r] latents of that step and prev = arange(B). The plain form and reference is steps.in_xla.
 
 S steps, B requests, k candidates, r rank.
 """
@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .dispatch import WHOLE, load, pallas_call, power_of_two, rounded, store
-from .step import NOTHING, Score, better, summarize, unpack
+from .step import Score, better, nothing, summarize
 
 TILE = 16384  # elements of w2 in flight
 
@@ -64,7 +64,7 @@ def walk(
     lanes = power_of_two(r)
     chunk = min(power_of_two(k), max(1, TILE // lanes))
     leaves, tree = jax.tree.flatten(draw)
-    first = jnp.zeros((1,), jnp.int32) if step is None else step[None].astype(jnp.int32)
+    first = jnp.zeros((1,), jnp.int32) if step is None else jnp.asarray(step, jnp.int32)[None]
     operands = [first, prev, latents, w2, base, ids, *leaves]
     if target_ids is not None:
         operands.append(target_ids)
@@ -95,13 +95,13 @@ def walk(
                 x = rounded(x + jnp.sum(w.astype(jnp.float32) * e[None, :], axis=1), dtype, interpret)
                 if keep:
                     store(outputs[0], (s, b, at), x.astype(dtype), inside)
-                top, code = summarize(x[None, :], named[None, :], inside[None, :], s, drawn, score)
-                return better(best, (jnp.max(top), jnp.max(code)))
+                summary = summarize(x[None, :], named[None, :], inside[None, :], s, drawn, score)
+                top, lowest, flags = (jnp.max(part) for part in summary)  # of one row each
+                return better(best, (top, lowest, flags))
 
-            nothing = (jnp.float32(NOTHING[0]), jnp.int32(NOTHING[1]))
-            _, code = lax.fori_loop(0, pl.cdiv(k, chunk), one_chunk, nothing)
-            store(code_ref, (i, b), code)
-            return code >> 2
+            _, token, flags = lax.fori_loop(0, pl.cdiv(k, chunk), one_chunk, nothing())
+            store(code_ref, (i, b), 4 * token + flags)
+            return token
 
         lax.fori_loop(0, count, one_step, load(prev_ref, (b,)))
 
@@ -111,5 +111,4 @@ def walk(
         out_specs=[WHOLE] * (1 + len(written)), out_shape=[*written, jax.ShapeDtypeStruct((count, B), jnp.int32)],
         input_output_aliases={len(operands) - 1: 0} if keep and rows is not None else {},
     )(*operands)  # fmt: skip
-    tokens, valid = unpack(code)
-    return (out[0] if keep else None), tokens, valid
+    return (out[0] if keep else None), code >> 2, (code & 3) == 1
