@@ -155,6 +155,8 @@ def open_checkpoint(
     problems, left_out, notes = list(mapped.problems), dict(mapped.left_out), []
     tensors = _own_tensors(files, mapped, raw, problems, left_out)
     if target is not None:
+        if not os.path.isdir(target):
+            raise FileNotFoundError(f"{os.fspath(target)}: no such target directory")
         problems += _borrow(tensors, target, borrow, flat)
     if family.name == "torchspec" and D2T in tensors:
         notes.append("TorchSpec's exporter is known to cut lm_head by offsets as if they were ids: check acceptance")

@@ -14,6 +14,7 @@ gathers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,8 @@ from .extras import require
 from .names import D2T, EMBEDDING, W1, W2
 from .read import DTYPE_NAMES, Files, TensorInfo
 
-CHUNK = 1 << 26
+CHUNK = 1 << 26  # bytes of a block on disk
+SMALL = 1 << 20
 TABLE = "draft_to_target"
 _MARKERS = ("_METADATA", "_CHECKPOINT_METADATA")
 
@@ -91,7 +93,8 @@ def write_tree(path: str, leaves: Mapping[str, Lazy]) -> None:
         async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
             import tensorstore
 
-            async with self._turn:
+            # Small leaves overlap their waits for the disk; of the large ones one is in memory at a time.
+            async with self._turn if value.nbytes > SMALL else contextlib.nullcontext():
                 store = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
                 grid: Any = store.chunk_layout.write_chunk.shape
                 for index in blocks(value.shape, grid):
@@ -185,23 +188,20 @@ class OrbaxFiles(Files):
         return array if stop is None or not array.ndim else array[start:stop]
 
     def _restore(self, name: str) -> np.ndarray:
-        ocp, wanted = self._ocp, self._paths[name]
-        item: dict[str, Any] = {}
-        restore: dict[str, Any] = {}
-        for *stem, last in self._paths.values():
-            node, arguments = item, restore
-            for key in stem:
-                node, arguments = node.setdefault(key, {}), arguments.setdefault(key, {})
-            node[last] = np.zeros(()) if (*stem, last) == wanted else ocp.PLACEHOLDER
-            arguments[last] = ocp.RestoreArgs(restore_type=np.ndarray)
+        ocp, path = self._ocp, self._paths[name]
+        item: Any = np.zeros(())
+        restore: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+        for key in reversed(path):
+            item, restore = {key: item}, {key: restore}
+        args = ocp.args.PyTreeRestore(item=item, restore_args=restore, partial_restore=True)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.restore(self.path, args=ocp.args.PyTreeRestore(item=item, restore_args=restore))
-        for key in wanted:
+            tree = checkpointer.restore(self.path, args=args)
+        for key in path:
             tree = tree[key]
         array = np.asarray(tree)
         if name == D2T:
             return array.astype(np.int64) - np.arange(array.shape[0], dtype=np.int64)
-        return array.T if wanted[-1] == "kernel" else array
+        return array.T if path[-1] == "kernel" else array
 
 
 def _leaves(tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -1,0 +1,557 @@
+"""Conversion: bit-exact, complete, accounted for, all or nothing; and the three commands."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from fixture_checkpoints import change_config, change_tensors, fixtures, make, read_file
+from helpers import TESTS
+
+import dspark_jax
+from dspark_jax import load_head
+from dspark_jax.checkpoint import convert, hub, inspect, open_checkpoint
+from dspark_jax.checkpoint.inspect import to_text
+from dspark_jax.cli import main
+
+V, VD, H, R, TAPS = (getattr(fixtures, name) for name in ("V", "VD", "H", "R", "TAPS"))
+REPRESENTATIVES = ("deepspec-rnn", "speculators-reduced", "deepseek-v4", "deepspec-gemma4")
+
+
+def with_target(fixture, tmp_path):
+    lacks = ("specforge", "lfm2", "torchspec", "speculators")
+    return make("target", tmp_path) if fixture.startswith(lacks) else None
+
+
+def same_heads(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def raw_bytes(array):
+    return np.ascontiguousarray(array).tobytes()
+
+
+# ---- what is written -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fixture", [name for name in fixtures.FAMILIES if name != "ornith"])
+def test_safetensors_round_trip(tmp_path, fixture):
+    source, target = make(fixture, tmp_path), with_target(fixture, tmp_path)
+    manifest = convert(source, tmp_path / "out", target=target)
+    before, after = open_checkpoint(source, target), open_checkpoint(tmp_path / "out")
+    written = read_file(tmp_path / "out" / "model.safetensors")
+    assert set(written) == set(before.names) - {"t2d"} == set(after.names) == set(manifest["tensors"])
+    for name, (dtype, raw) in written.items():
+        assert dtype == manifest["tensors"][name]["dtype"]
+        assert raw_bytes(raw) == raw_bytes(before.get(name))
+        assert hashlib.sha256(raw_bytes(raw)).hexdigest() == manifest["tensors"][name]["sha256"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json", "dspark_manifest.json", "model.safetensors",
+    ]  # fmt: skip
+    after.check_backbone()
+    # Equal in all but what the source left unsaid.
+    for field in before.config.__dataclass_fields__:
+        if field != "dtype":
+            assert getattr(before.config, field) == getattr(after.config, field), field
+    same_heads(load_head(tmp_path / "out"), load_head(source, target=target))
+
+
+def test_the_file_opens_with_the_official_reader(tmp_path):
+    from safetensors import safe_open
+
+    convert(make("deepspec-gated", tmp_path), tmp_path / "out")
+    stored = read_file(tmp_path / "deepspec-gated" / "model.safetensors")
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+        for name in file.keys():  # noqa: SIM118
+            found = file.get_tensor(name)
+            assert found.dtype == ml_dtypes.bfloat16
+            assert raw_bytes(found) == raw_bytes(stored[name][1])
+
+
+@pytest.mark.parametrize("fixture", REPRESENTATIVES)
+def test_orbax_round_trip(tmp_path, fixture):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax trees need the orbax extra")
+    source, target = make(fixture, tmp_path), with_target(fixture, tmp_path)
+    manifest = convert(source, tmp_path / "out", format="orbax", target=target)
+    before, after = open_checkpoint(source, target), open_checkpoint(tmp_path / "out")
+    assert set(after.names) == set(before.names) - {"t2d"}
+    for name in after.names:
+        assert raw_bytes(after.get(name)) == raw_bytes(before.get(name)), name
+        assert (after.shapes[name], after.dtypes[name]) == (before.shapes[name], before.dtypes[name])
+        assert hashlib.sha256(raw_bytes(after.get(name))).hexdigest() == manifest["tensors"][name]["sha256"]
+    same_heads(load_head(tmp_path / "out"), load_head(source, target=target))
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore(tmp_path / "out")
+    lm_head, markov = before.get("lm_head.weight"), tree["markov_head"]
+    np.testing.assert_array_equal(tree["lm_head"]["kernel"], lm_head.T)  # [in, out]
+    np.testing.assert_array_equal(
+        markov["markov_w1"]["embedding"], before.get("markov_head.markov_w1.weight")
+    )  # [V, r]
+    np.testing.assert_array_equal(markov["markov_w2"]["embedding"], before.get("markov_head.markov_w2.weight"))
+    assert markov["markov_w2"]["embedding"].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(tree["norm"]["scale"], before.get("norm.weight"))
+    if fixture == "speculators-reduced":
+        stored = read_file(source / "model.safetensors")
+        assert tree["draft_to_target"].dtype == np.int32
+        np.testing.assert_array_equal(tree["draft_to_target"], np.arange(VD) + stored["d2t"][1])
+        assert "d2t" not in tree
+        assert "t2d" not in tree
+    if fixture == "deepspec-rnn":
+        stored = read_file(source / "model.safetensors")
+        np.testing.assert_array_equal(
+            tree["layers"]["1"]["mlp"]["down_proj"]["kernel"], stored["layers.1.mlp.down_proj.weight"][1].T
+        )
+        np.testing.assert_array_equal(markov["joint_proj"]["kernel"], stored["markov_head.joint_proj.weight"][1].T)
+        np.testing.assert_array_equal(markov["joint_proj"]["bias"], stored["markov_head.joint_proj.bias"][1])
+
+
+def test_orbax_trees_convert_back(tmp_path):
+    pytest.importorskip("orbax.checkpoint", reason="Orbax trees need the orbax extra")
+    source = make("speculators-reduced", tmp_path)
+    convert(source, tmp_path / "tree", format="orbax")
+    convert(tmp_path / "tree", tmp_path / "back")
+    convert(source, tmp_path / "straight")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+def test_large_leaves_are_written_in_blocks(tmp_path, monkeypatch):
+    pytest.importorskip("orbax.checkpoint", reason="Orbax trees need the orbax extra")
+    from dspark_jax.checkpoint import orbax_tree, tensor
+
+    monkeypatch.setattr(orbax_tree, "CHUNK", 4000)
+    monkeypatch.setattr(tensor.Tensor.chunks, "__defaults__", (700,))
+    source = make("speculators-reduced", tmp_path, layers=1)
+    convert(source, tmp_path / "tree", format="orbax")
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "tree")
+    assert before.tensors["markov_head.markov_w1.weight"].nbytes < 4000 < before.tensors["lm_head.weight"].nbytes
+    for name in after.names:
+        assert raw_bytes(after.get(name)) == raw_bytes(before.get(name)), name
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [("bf16", ml_dtypes.bfloat16), ("f32", np.float32)])
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+def test_changing_the_dtype(tmp_path, dtype, wanted, format):
+    if format == "orbax":
+        pytest.importorskip("orbax.checkpoint", reason="Orbax trees need the orbax extra")
+    exact = fixtures.f32(V, H)[1]
+    source = make("speculators-reduced", tmp_path)
+    change_tensors(source, lambda t: t.update({"markov_head.markov_w1.weight": ("F32", exact[:, :R])}))
+    manifest = convert(source, tmp_path / "out", dtype=dtype, format=format)
+    after = open_checkpoint(tmp_path / "out")
+    np.testing.assert_array_equal(after.get("markov_head.markov_w1.weight"), exact[:, :R].astype(wanted))
+    assert {after.dtypes[name] for name in after.names if name != "d2t"} == {np.dtype(wanted)}
+    assert after.dtypes["d2t"] == np.int64
+    assert manifest["config"]["dtype"] == np.dtype(wanted).name == after.config.dtype
+
+
+def test_head_only(tmp_path):
+    for fixture in ("deepspec-gated", "deepseek-v4", "ornith"):
+        source = make(fixture, tmp_path)
+        manifest = convert(source, tmp_path / f"{fixture}-head", head_only=True)
+        after = open_checkpoint(tmp_path / f"{fixture}-head")
+        assert all(name.startswith(("lm_head", "markov_head", "confidence_head")) for name in after.names)
+        assert manifest["head_only"] is True
+        assert "backbone tensor (--head-only)" in {place.get("left_out") for place in manifest["sources"].values()}
+        same_heads(load_head(tmp_path / f"{fixture}-head"), load_head(source))
+    with pytest.raises(ValueError, match=r"family ornith: .*--head-only"):
+        convert(tmp_path / "ornith", tmp_path / "whole")
+    (tmp_path / "deepseek-v4" / "model-00001-of-00005.safetensors").unlink()  # embedding and target layers
+    convert(tmp_path / "deepseek-v4", tmp_path / "without", head_only=True)
+
+
+# ---- the config ----------------------------------------------------------------------------------------------------
+
+
+def no_nulls(value):
+    if isinstance(value, dict):
+        return all(map(no_nulls, value.values()))
+    return value is not None
+
+
+@pytest.mark.parametrize("fixture", [name for name in fixtures.FAMILIES if name != "ornith"])
+def test_the_config_is_flat_and_explicit(tmp_path, fixture):
+    config = convert(make(fixture, tmp_path), tmp_path / "out")["config"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    assert no_nulls(config)
+    for key in ("dflash_config", "dspark_config", "transformer_layer_config", "speculators_config", "auto_map",
+                "aux_hidden_state_layer_ids", "quantization_config", "dspark_block_size", "torch_dtype"):  # fmt: skip
+        assert key not in config
+    assert isinstance(config["sample_from_anchor"], bool)
+    assert isinstance(config["target_hidden_size"], int)
+    for key in ("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "enable_confidence_head"):
+        assert key in config
+    assert ("draft_vocab_size" in config) == fixture.endswith("reduced")
+    rope = config.get("rope_parameters", {})
+    theta = rope.get("full_attention", rope).get("rope_theta")
+    assert config["rope_theta"] == theta == (10000 if fixture.startswith("deepseek") else 1e6)
+    if not fixture.startswith(("deepseek", "automodel", "deepspec-gemma4")):
+        assert (config["architectures"], config["model_type"]) == (["Qwen3DSparkModel"], "qwen3")
+        assert isinstance(config["causal"], bool)
+        assert config["rope_is_neox_style"] == (fixture != "lfm2")
+    if fixture == "deepspec-gemma4":
+        assert rope["full_attention"] == {
+            "partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional",
+        }  # fmt: skip
+        assert (config["global_head_dim"], config["attention_k_eq_v"]) == (32, True)
+
+
+def test_rules_of_a_jax_server_loader(tmp_path):
+    """What sglang-jax's Qwen3 DSpark loader demands of a directory and its config, as FORMATS.md lists it."""
+    manifest = convert(make("speculators-full", tmp_path), tmp_path / "out", target=make("target", tmp_path))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+    allowed = {"BF16", "F16", "F32", "I64", "I32", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"}
+    assert {dtype for dtype, _ in read_file(tmp_path / "out" / "model.safetensors").values()} <= allowed
+    config = manifest["config"]
+    assert config["architectures"] == ["Qwen3DSparkModel"]
+    assert config["markov_rank"] > 0
+    assert config["markov_head_type"] == "vanilla"
+    assert int(config["target_hidden_size"]) == H
+    assert config["target_layer_ids"] == list(TAPS)
+    wanted = {"fc.weight", "hidden_norm.weight", "norm.weight", "markov_head.markov_w1.weight"}
+    assert wanted <= set(manifest["tensors"])
+
+
+def test_legacy_rope_scaling_is_kept(tmp_path):
+    source = make("deepspec-vanilla", tmp_path)
+    change_config(source, rope_parameters=None, rope_theta=8e6, rope_scaling={"type": "linear", "factor": 4.0})
+    config = convert(source, tmp_path / "out")["config"]
+    assert config["rope_parameters"] == {"rope_type": "linear", "factor": 4.0, "rope_theta": 8e6}
+    assert config["rope_theta"] == 8e6
+
+
+# ---- the account ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fixture", REPRESENTATIVES)
+def test_every_source_tensor_is_accounted_for(tmp_path, fixture):
+    source = make(fixture, tmp_path)
+    manifest = convert(source, tmp_path / "out")
+    names = set()
+    for file in source.glob("*.safetensors"):
+        names |= set(read_file(file))
+    assert set(manifest["sources"]) == names
+    for name, place in manifest["sources"].items():
+        assert (place.get("to") in manifest["tensors"]) != bool(place.get("left_out")), name
+    for name, entry in manifest["tensors"].items():
+        assert all(manifest["sources"][origin] == {"to": name} for origin in entry["sources"])
+    after = open_checkpoint(tmp_path / "out")
+    floats = [name for name in after.names if name != "d2t"]
+    assert manifest["parameters"] == sum(int(np.prod(after.shapes[name], dtype=np.int64)) for name in floats)
+    assert manifest["family"] == open_checkpoint(source).family.name
+    assert json.loads((tmp_path / "out" / "dspark_manifest.json").read_text()) == manifest
+    if fixture == "speculators-reduced":
+        assert manifest["sources"]["t2d"] == {"left_out": "checked against d2t, which says the same"}
+    if fixture == "deepseek-v4":
+        assert manifest["sources"]["layers.0.attn.wq_a.weight"] == {
+            "left_out": "tensor of the target, not of the drafter"
+        }
+        assert manifest["tensors"]["fc.weight"]["sources"] == ["mtp.0.main_proj.weight", "mtp.0.main_proj.scale"]
+        assert manifest["tensors"]["fc.weight"]["transform"] == "fp8"
+        assert manifest["tensors"]["layers.0.ffn.experts.0.w1.weight"]["transform"] == "fp4"
+        assert "no JAX counterpart" in manifest["backbone"]
+
+
+def test_where_embedding_and_head_came_from(tmp_path):
+    source = make("specforge", tmp_path)
+    manifest = convert(source, tmp_path / "alone")
+    assert sorted(manifest["missing"]) == ["embed_tokens.weight", "lm_head.weight"]
+    assert "--target" in manifest["missing"]["lm_head.weight"]
+    with pytest.raises(ValueError, match="stores no LM head; pass target="):
+        load_head(tmp_path / "alone")
+    same_heads(
+        load_head(tmp_path / "alone", target=make("target", tmp_path)), load_head(source, target=tmp_path / "target")
+    )
+    manifest = convert(source, tmp_path / "own", target=tmp_path / "target")
+    assert not manifest["missing"]
+    assert {manifest["tensors"][name]["origin"] for name in ("lm_head.weight", "embed_tokens.weight")} == {"target"}
+    manifest = convert(source, tmp_path / "tied", target=make("target-tied", tmp_path))
+    assert manifest["tensors"]["lm_head.weight"]["origin"] == "target, tied to the embedding"
+    written = read_file(tmp_path / "tied" / "model.safetensors")
+    assert raw_bytes(written["lm_head.weight"][1]) == raw_bytes(written["embed_tokens.weight"][1])
+    assert convert(make("deepspec-vanilla", tmp_path), tmp_path / "d")["tensors"]["lm_head.weight"]["origin"] == "draft"
+
+
+# ---- all or nothing ------------------------------------------------------------------------------------------------
+
+
+def test_existing_results_are_kept_without_force(tmp_path):
+    source, out = make("deepspec-vanilla", tmp_path), tmp_path / "out"
+    convert(source, out)
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match="--force"):
+        convert(make("deepspec-rnn", tmp_path), out)
+    assert (out / "model.safetensors").read_bytes() == before
+    convert(tmp_path / "deepspec-rnn", out, force=True)
+    assert open_checkpoint(out).config.markov_head_type == "rnn"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="not the result of an earlier conversion"):
+        convert(source, tmp_path / "mine", force=True)
+    with pytest.raises(FileExistsError, match="not the result of an earlier conversion"):
+        convert(source, source, force=True)
+    with pytest.raises(ValueError, match=r"destination: .*does not hold the source"):
+        convert(out, out, force=True)
+    assert sorted(os.listdir(tmp_path)) == ["deepspec-rnn", "deepspec-vanilla", "mine", "out"]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_failing_conversion_leaves_nothing(tmp_path, format, force):
+    if format == "orbax":
+        pytest.importorskip("orbax.checkpoint", reason="Orbax trees need the orbax extra")
+    good, bad, out = make("deepspec-vanilla", tmp_path), make("deepspec-gated", tmp_path), tmp_path / "out"
+
+    def poison(tensors):  # the last one written
+        array = tensors["norm.weight"][1].copy()
+        array[3] = np.nan
+        tensors["norm.weight"] = ("BF16", array)
+
+    change_tensors(bad, poison)
+    if force:
+        convert(good, out)
+    with pytest.raises(ValueError, match=r"norm\.weight: holds NaN"):
+        convert(bad, out, format=format, force=force)
+    assert out.exists() == force
+    if force:
+        assert open_checkpoint(out).config.markov_head_type == "vanilla"
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
+    from dspark_jax.checkpoint import convert as _  # noqa: F401
+
+    module = sys.modules["dspark_jax.checkpoint.convert"]
+
+    def interrupted(path, value):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "write_json", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(make("deepspec-vanilla", tmp_path), tmp_path / "out")
+    assert os.listdir(tmp_path) == ["deepspec-vanilla"]
+
+
+def test_errors_come_before_anything_is_written(tmp_path):
+    path = change_tensors(make("deepspec-vanilla", tmp_path), lambda t: t.pop("layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight: missing"):
+        convert(path, tmp_path / "out")
+    convert(path, tmp_path / "head", head_only=True)
+    with pytest.raises(ValueError, match="format: found 'gguf'"):
+        convert(path, tmp_path / "out", format="gguf")
+    with pytest.raises(ValueError, match="dtype: found 'int4'"):
+        convert(path, tmp_path / "out", dtype="int4")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- Hugging Face --------------------------------------------------------------------------------------------------
+
+
+def fake_hub(root, log):
+    """A huggingface_hub that serves local directories."""
+
+    class EntryNotFoundError(Exception):
+        pass
+
+    class HfHubHTTPError(OSError):
+        pass
+
+    def hf_hub_download(repository, name, revision=None):
+        log.append((name, revision))
+        path = root / repository.replace("/", "--") / name
+        if not path.exists():
+            raise EntryNotFoundError(f"404: {name}")
+        return str(path)
+
+    errors = types.SimpleNamespace(EntryNotFoundError=EntryNotFoundError, HfHubHTTPError=HfHubHTTPError)
+    return types.SimpleNamespace(hf_hub_download=hf_hub_download, errors=errors)
+
+
+def test_a_repository_id_fetches_what_is_needed(tmp_path, monkeypatch):
+    log = []
+    monkeypatch.setattr(hub, "require", lambda *_: fake_hub(tmp_path, log))
+    fixtures.deepseek_v4(tmp_path / "org--v4")
+    manifest = convert("org/v4@main", tmp_path / "out", head_only=True)
+    assert manifest["source"] == "org/v4@main"
+    assert log == [
+        ("config.json", "main"), ("model.safetensors.index.json", "main"),
+        ("model-00002-of-00005.safetensors", "main"), ("model-00005-of-00005.safetensors", "main"),
+    ]  # fmt: skip
+    fixtures.deepspec(tmp_path / "org--small")
+    log.clear()
+    assert inspect("org/small")["family"].startswith("deepspec")
+    assert [name for name, _ in log] == ["config.json", "model.safetensors.index.json", "model.safetensors"]
+    with pytest.raises(FileNotFoundError, match="org/none: 404"):
+        inspect("org/none")
+
+
+def test_without_huggingface_hub_the_message_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match=r"org/name: no such directory.*pip install 'dspark-jax\[hub\]'"):
+        hub.local_path("org/name")
+
+
+@pytest.mark.parametrize("source", ["/org/name", "a/b/c", "./org", "../x/y", "org/na me", "-x"])
+def test_paths_are_not_repository_ids(source):
+    with pytest.raises(FileNotFoundError, match="no such file or directory"):
+        hub.local_path(source)
+
+
+# ---- inspect -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fixture", [*fixtures.FAMILIES])
+def test_inspect_fits_on_a_screen(tmp_path, fixture):
+    text = to_text(inspect(make(fixture, tmp_path)))
+    assert len(text.splitlines()) <= 24
+    for word in ("family", "geometry", "head", "vocabulary", "anchor", "lm head", "left out"):
+        assert word in text
+
+
+def test_inspect_says_what_it_is(tmp_path):
+    text = to_text(inspect(make("speculators-reduced", tmp_path)))
+    for words in (
+        "speculators (full)", "hidden 64, layers 2, heads 4, key heads 2, head size 16, MLP 96, block 5, mask token 7",
+        "vanilla Markov head of rank 8, confidence head on hidden states and previous token",
+        "draft 48 of target 160 (d2t)", "slot 0 drafts: 5 drafts from a block of 5 (sample_from_anchor, stated)",
+        "after target layers 0, 2, 4", "missing: give --target",
+    ):  # fmt: skip
+        assert words in text, words
+    text = to_text(inspect(make("speculators-old-full", tmp_path)))
+    assert "slot 0 (the anchor) does not draft: 4 drafts from a block of 5 (sample_from_anchor, by" in text
+    text = to_text(inspect(make("deepseek-v4", tmp_path)))
+    assert "tensor of the target, not of the drafter (layers.0.attn.wq_a.scale, ...)" in text
+    path = change_tensors(make("deepspec-vanilla", tmp_path), lambda t: t.pop("norm.weight"))
+    assert "norm.weight: missing" in to_text(inspect(path))
+
+
+# ---- the commands --------------------------------------------------------------------------------------------------
+
+
+def run(*arguments):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_convert_and_inspect_as_commands(tmp_path):
+    source = make("specforge", tmp_path)
+    code, out, err = run("convert", source, tmp_path / "out")
+    assert (code, "specforge checkpoint as safetensors, 29 tensors" in out) == (0, True)
+    assert "lm_head.weight: not in the checkpoint: convert with --target DIR" in err
+    code, out, err = run(
+        "convert", source, tmp_path / "out", "--target", make("target", tmp_path), "--force", "--dtype", "f32"
+    )
+    assert (code, err) == (0, "")
+    code, out, err = run("inspect", tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert "deepspec (full)" in out
+    assert "F32" in out
+    code, out, err = run("inspect", tmp_path / "out", "--json")
+    assert json.loads(out)["config"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("convert", "{absent}", "{out}"), ("convert", "{source}", "{source}"), ("convert", "{broken}", "{out}"),
+        ("convert", "{source}", "{out}", "--format", "x"), ("convert", "{source}", "{out}", "--dtype", "x"),
+        ("convert", "{source}", "{out}", "--target", "{absent}"), ("convert", "{refused}", "{out}"),
+        ("inspect", "{broken}"), ("inspect", "{absent}"), ("verify", "{source}", "{absent}"),
+        ("verify", "{source}", "{source}", "--blocks", "0"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments):
+    broken = make("deepspec-gated", tmp_path)
+    (broken / "model.safetensors").write_bytes(b"\xff" * 100)
+    places = {
+        "source": make("deepspec-vanilla", tmp_path), "out": tmp_path / "out", "absent": tmp_path / "absent",
+        "broken": broken, "refused": make("nvfp4", tmp_path),
+    }  # fmt: skip
+    code, out, err = run(*(str(argument).format(**places) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith(f"dspark-jax {arguments[0]}: error: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_script_is_the_command(tmp_path):
+    source = make("deepspec-vanilla", tmp_path)
+    script = TESTS.parent / "scripts" / "convert_checkpoint.py"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, script, source, tmp_path / "out", "--head-only"],
+        capture_output=True, text=True, cwd=tmp_path, env=environment, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "5 tensors" in result.stdout
+    same_heads(load_head(tmp_path / "out"), load_head(source))
+
+
+def test_the_fixture_script_writes_what_is_asked(tmp_path):
+    script = TESTS.parent / "scripts" / "make_fixtures.py"
+    result = subprocess.run([sys.executable, script, tmp_path, "lfm2"], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout.strip()) == (0, str(tmp_path / "lfm2"))
+    assert open_checkpoint(tmp_path / "lfm2").config.hidden_size == H
+    assert subprocess.run([sys.executable, script, tmp_path, "x"], capture_output=True, check=False).returncode == 2
+
+
+def test_missing_orbax_is_said_clearly(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r"Orbax trees needs orbax.*pip install 'dspark-jax\[orbax\]'"):
+        convert(make("deepspec-vanilla", tmp_path), tmp_path / "out", format="orbax")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_progress_bar_appears_after_a_second(monkeypatch):
+    from dspark_jax.checkpoint import progress
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    for installed in (True, False):
+        if not installed:
+            monkeypatch.setitem(sys.modules, "rich.console", None)
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        now[0] = 0.0
+        with progress.Progress(100, True) as bar:
+            bar.add("a", 10)
+            assert terminal.getvalue() == ""
+            now[0] = 2.0
+            bar.add("b", 40)
+            assert bar.done == 50
+        assert terminal.getvalue() != ""
+        if not installed:
+            assert "50%" in terminal.getvalue()
+
+
+def test_importing_needs_no_optional_package():
+    # Neither torch nor orbax nor huggingface_hub is imported by the library or by reading a checkpoint.
+    code = (
+        "import sys, dspark_jax.checkpoint, dspark_jax.cli.convert\n"
+        f"dspark_jax.load_head({str(TESTS.parent / 'checkpoints' / 'dspark-rnn')!r})\n"
+        "print([m for m in ('torch', 'orbax', 'huggingface_hub', 'transformers') if m in sys.modules])"
+    )
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(pathlib.Path(dspark_jax.__file__).parent.parent),
+    }
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert result.stdout.strip() == "[]"
