@@ -36,6 +36,8 @@ def run(kernel: str, implementation: str | None, *, xla: Callable[[], T], pallas
         implementation: "xla", "pallas" or None.
         xla: the plain form; pallas: the kernel, which takes `interpret`.
     """
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(f"implementation: found {implementation!r}, expected 'xla', 'pallas' or None")
     if implementation is None and kernel in VERIFIED:
         return lax.platform_dependent(cuda=partial(pallas, interpret=False), default=xla)
     if implementation == "pallas":
