@@ -52,6 +52,16 @@ class TorchSource:
         """Say whether a tensor is named and its file is there."""
         return name in self._file_of and os.path.exists(self._file_of[name])
 
+    def facts(self) -> dict[str, Any]:
+        """Return block_size, mask_token_id and target_layer_ids, found by their keys wherever they stand."""
+        get = lambda *keys: next((v for key in keys if (v := find_key(self.config, key)) is not None), None)  # noqa: E731
+        ids = get("dspark_target_layer_ids", "target_layer_ids")
+        if ids is None:  # these count the embedding's output as number 0
+            shifted = get("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+            ids = [i - 1 for i in shifted or []]
+        mask = get("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+        return {"block_size": get("dspark_block_size", "block_size"), "mask_token_id": mask, "target_layer_ids": ids}
+
     def decode(self, names: list[str]) -> Any:
         """Read a tensor with, where a second name is given, its block scales; quantised ones become bfloat16."""
         torch, weight = self.torch, self.read(names[0])

@@ -79,7 +79,8 @@ def verify(
     torch_source = TorchSource(local_path(source))
     checkpoint = open_checkpoint(destination)
     manifest = _read_manifest(checkpoint.path)
-    problems = _account(torch_source, manifest) + _compare_tensors(torch_source, checkpoint, manifest, target)
+    problems = _account(torch_source, manifest) + _compare_facts(torch_source, checkpoint)
+    problems += _compare_tensors(torch_source, checkpoint, manifest, target)
     return _draft(torch_source, checkpoint, manifest, target, problems, blocks, seed)
 
 
@@ -102,6 +103,14 @@ def _account(source: TorchSource, manifest: dict[str, Any]) -> list[str]:
     problems = [f"{name}: in the source, but not in the manifest" for name in source.names if name not in known]
     problems += [f"{name}: in the manifest, but not in the source" for name in known if name not in set(source.names)]
     return problems
+
+
+def _compare_facts(source: TorchSource, checkpoint: Checkpoint) -> list[str]:
+    """Compare what no draft of the head shows: the block and the layers it reads."""
+    wanted = source.facts()
+    found = {key: getattr(checkpoint.config, key) for key in wanted}
+    found["target_layer_ids"] = list(found["target_layer_ids"])
+    return [f"{key}: {found[key]!r}, the source says {value!r}" for key, value in wanted.items() if value != found[key]]
 
 
 def _compare_tensors(
