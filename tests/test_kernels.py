@@ -1,0 +1,219 @@
+"""The Pallas kernels under the CPU interpreter, equal to the plain form of the same steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_logits, f32, make_head, make_inputs
+
+from dspark_jax import DraftSampling, draft_block, draft_from_logits, make_buffer, make_draft_fn, sampling
+from dspark_jax.config import DraftConfig
+from dspark_jax.kernels import dispatch, select
+from dspark_jax.kernels.step import best_of_blocks, dense_step
+from dspark_jax.kernels.walk import walk
+from dspark_jax.steps import Rows, in_kernels, in_xla
+
+
+def make_rows(head, B, S, topk, dtype, seed=0):
+    """Return base logits as Rows, dense or over candidates."""
+    rng = np.random.default_rng(seed)
+    base = jnp.asarray(4 * rng.standard_normal((S, B, head.config.Vd)), dtype)
+    if topk is None:
+        live = head.config.vocab_size if head.target_ids is None else None
+        return Rows(base, head.target_ids, live=None if live == head.config.Vd else live)
+    values, draft_ids = select.select_topk(base.reshape(S * B, -1), topk)
+    values, draft_ids = values.reshape(S, B, topk), draft_ids.reshape(S, B, topk)
+    return Rows(values, draft_ids if head.target_ids is None else head.target_ids[draft_ids], draft_ids)
+
+
+def make_draw(B):
+    """Greedy, cold and hot rows."""
+    return DraftSampling(
+        jnp.asarray(np.resize([0.0, 0.6, 1.3], B), jnp.float32), jnp.arange(B, dtype=jnp.uint32) * 7919,
+        jnp.arange(B, dtype=jnp.int32) + 11,
+    )  # fmt: skip
+
+
+def both(head, rows, B, S, draw, dtype, keep=True):
+    hidden, anchor = make_inputs(B, S, head.config.hidden_size, head.config.vocab_size)
+    hidden = jnp.swapaxes(jnp.asarray(hidden, head.dtype), 0, 1)
+    anchor = jnp.asarray(anchor).at[B - 1].set(head.config.vocab_size)  # no such token: a zero embedding
+    forms = []
+    for form, options in ((in_xla, {}), (in_kernels, {"interpret": True})):
+        run = jax.jit(lambda *args, f=form, o=options: f(head, rows, *args, keep=keep, dtype=jnp.dtype(dtype), **o))
+        forms.append(jax.device_get(run(anchor, hidden, draw)))
+    return forms
+
+
+def check(head, rows, B, S, draw, dtype):
+    (want, tokens, valid), (found, found_tokens, found_valid) = both(head, rows, B, S, draw, dtype)
+    np.testing.assert_array_equal(found_valid, valid)
+    np.testing.assert_array_equal(found_tokens, tokens)  # the seeds leave no near ties
+    live = rows.live or want.shape[-1]
+    assert_logits(found[..., :live], want[..., :live], dtype)
+    assert found.dtype == jnp.dtype(dtype)
+
+
+CASES = [
+    # kind, weights' dtype, rows' dtype, B, V, Vd, k, sampled
+    ("vanilla", "float32", "float32", 3, 300, None, None, False),
+    ("vanilla", "bfloat16", "bfloat16", 33, 389, 301, None, True),
+    ("vanilla", "float16", "float32", 1, 129, None, None, True),
+    ("vanilla", "bfloat16", "bfloat16", 256, 131, None, None, False),
+    ("vanilla", "float32", "float32", 2, 290, 300, None, True),
+    ("gated", "float32", "float32", 3, 257, None, None, True),
+    ("rnn", "bfloat16", "bfloat16", 3, 200, 150, None, False),
+    ("vanilla", "float32", "float32", 3, 300, None, 9, False),
+    ("vanilla", "bfloat16", "bfloat16", 33, 389, 301, 37, True),
+    ("vanilla", "float16", "float32", 1, 129, None, 64, True),
+    ("gated", "bfloat16", "bfloat16", 3, 257, 200, 9, True),
+    ("rnn", "float32", "float32", 3, 200, None, 1, False),
+    ("rnn", "float16", "float16", 256, 140, None, 5, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "kept", "B", "V", "Vd", "k", "sampled"), CASES)
+def test_kernels_equal_the_plain_form(kind, dtype, kept, B, V, Vd, k, sampled):
+    S = 3
+    head = make_head(kind, V=V, Vd=Vd, dtype=dtype, r=6 if kind != "vanilla" else 20)
+    check(head, make_rows(head, B, S, k, dtype), B, S, make_draw(B) if sampled else None, kept)
+
+
+def test_a_rank_beyond_one_chunk_of_the_product():
+    head = make_head("vanilla", V=150, r=300, dtype="float32")
+    check(head, make_rows(head, 2, 2, None, "float32"), 2, 2, None, "float32")
+
+
+@pytest.mark.parametrize("k", [None, 9])
+def test_broken_rows_are_flagged_and_leave_neighbours_alone(k):
+    B, S = 5, 2
+    head = make_head("vanilla", V=300)
+    rows = make_rows(head, B, S, k, "float32")
+    base = rows.base.at[0, 1, 3].set(jnp.nan).at[0, 2].set(-jnp.inf).at[0, 3, 4].set(-jnp.inf).at[0, 0, 0].set(jnp.inf)
+    rows = Rows(base, rows.ids, rows.draft_ids)
+    (want, tokens, valid), (found, found_tokens, found_valid) = both(head, rows, B, S, None, "float32")
+    np.testing.assert_array_equal(found_valid, valid)
+    np.testing.assert_array_equal(valid[0], [True, False, False, True, True])
+    np.testing.assert_array_equal(found_tokens[:, [0, 3, 4]], tokens[:, [0, 3, 4]])
+    assert ((found_tokens >= 0) & (found_tokens < 300)).all()
+    np.testing.assert_allclose(found[:, [0, 3, 4]], want[:, [0, 3, 4]], rtol=0, atol=1e-4)
+
+
+def test_tokens_only_write_no_rows():
+    head = make_head("vanilla", V=300)
+    rows = make_rows(head, 3, 2, None, "float32")
+    (want, tokens, _), (found, found_tokens, _) = both(head, rows, 3, 2, make_draw(3), "float32", keep=False)
+    assert want is None
+    assert found is None
+    np.testing.assert_array_equal(found_tokens, tokens)
+
+
+def test_only_the_named_slab_is_written():
+    head = make_head("vanilla", V=300)
+    base = make_rows(head, 3, 4, None, "float32").base
+    w1, w2 = head.markov.markov_w1[...], head.markov.markov_w2[...]
+    out, _, _ = dense_step(
+        base=base, rows=None, step=jnp.int32(2), prev=jnp.arange(3, dtype=jnp.int32), latents=w1, w2=w2, keep=True,
+        dtype=base.dtype, interpret=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(out[np.array([0, 1, 3])], base[np.array([0, 1, 3])])
+    np.testing.assert_allclose(out[2], base[2] + w1[:3] @ w2.T, rtol=0, atol=1e-4)
+
+
+def test_ties_go_to_the_lowest_target_id():
+    """Equal values across blocks (dense) and across chunks and slots (candidates)."""
+    top = jnp.asarray([[1.0, 2.0], [1.0, 3.0], [1.0, 3.0]])
+    code = jnp.asarray([[4 * 9 + 1, 4 * 1 + 1], [4 * 7 + 1, 4 * 5 + 3], [4 * 8 + 1, 4 * 4 + 1]], jnp.int32)
+    token, valid = best_of_blocks(top, code)
+    assert token.tolist() == [7, 4]
+    assert valid.tolist() == [True, False]
+    ids = jnp.asarray([[[200, 3, 40, 7, 5]]], jnp.int32)
+    base = jnp.asarray([[[1.0, 2.0, 2.0, 2.0, 2.0]]])
+    zero = jnp.zeros((300, 4))
+    options = {"prev": jnp.zeros(1, jnp.int32), "latents": zero, "w2": zero, "keep": False, "dtype": jnp.float32}
+    _, token, _ = walk(base=base, rows=None, ids=ids, interpret=True, **options)
+    assert token.tolist() == [[3]]
+
+
+def write_noise(seed, position, step, ids, *, interpret):
+    """Draw noise words inside a kernel, the way the kernels' scores do."""
+
+    def kernel(seed_ref, position_ref, id_ref, out_ref):
+        out_ref[...] = sampling.noise_bits(seed_ref[...], position_ref[...], step, sampling.DRAFT, id_ref[...])
+
+    shape = jax.ShapeDtypeStruct(ids.shape, jnp.uint32)
+    return dispatch.pallas_call(kernel, name="noise", interpret=interpret, out_shape=shape)(seed, position, ids)
+
+
+def test_noise_words_in_a_kernel_equal_the_generator():
+    ids = jnp.asarray([0, 1, 151935, 2**29 - 1, 7, 12, 99, 100], jnp.int32)
+    for seed, position, step in ((0, 0, 0), (2**32 - 1, 2**31 - 1, 6), (12345, 678, 3)):
+        found = write_noise(
+            jnp.asarray([seed], jnp.uint32), jnp.asarray([position], jnp.int32), step, ids, interpret=True
+        )
+        want = sampling.noise_bits(jnp.uint32(seed), jnp.int32(position), step, sampling.DRAFT, ids)
+        np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize(("kind", "topk", "outputs"), [("vanilla", None, "logits"), ("gated", 9, "candidates")])
+def test_entry_points_take_the_form_and_agree(kind, topk, outputs):
+    head = make_head(kind, V=300)
+    hidden, anchor = make_inputs(3, 3, 12, 300)
+    options = {"topk": topk, "outputs": outputs, "sampling": make_draw(3)}
+    plain, fast = (draft_block(head, hidden, anchor, implementation=form, **options) for form in ("xla", "pallas"))
+    default = draft_block(head, hidden, anchor, **options)
+    for found in (fast, default):
+        np.testing.assert_array_equal(found.tokens, plain.tokens)
+        if topk is None:
+            assert_logits(found.logits, plain.logits)
+        else:
+            np.testing.assert_array_equal(found.candidate_ids, plain.candidate_ids)
+            assert_logits(found.candidate_logits, plain.candidate_logits)
+
+
+def test_made_functions_take_the_form():
+    head = make_head("vanilla", V=300)
+    hidden, anchor = make_inputs(2, 3, 12, 300)
+    config = DraftConfig(3, draft_topk=9, outputs="logits")
+    blocks = []
+    for form in ("xla", "pallas"):
+        fn, buffer = make_draft_fn(config, implementation=form), make_buffer(head, config, 2)
+        for shift in (0, 1):  # the second call meets a filled buffer
+            block, buffer = fn(head, hidden + shift, anchor, None, buffer)
+        blocks.append(block)
+    np.testing.assert_array_equal(blocks[0].tokens, blocks[1].tokens)
+    assert_logits(blocks[1].logits, blocks[0].logits)
+
+
+def test_nothing_unverified_is_a_default():
+    """None means the plain form until gpu_check.sh has passed: the traced program holds no kernel."""
+    head = make_head("vanilla", V=300)
+    base = jnp.zeros((2, 2, 300))
+
+    def text(form):
+        return str(
+            jax.make_jaxpr(lambda b: draft_from_logits(head, b, [1, 2], topk=5, implementation=form).tokens)(base)
+        )
+
+    assert ("pallas_call" in text(None)) == bool(dispatch.VERIFIED)
+    assert "pallas_call" in text("pallas")
+    assert "pallas_call" not in text("xla")
+
+
+def test_bad_forms_are_refused():
+    head = make_head("vanilla")
+    with pytest.raises(ValueError, match="implementation: found 'triton', expected one of xla, pallas"):
+        draft_from_logits(head, np.zeros((2, 1, 37), np.float32), [0], implementation="triton")
+
+
+def test_arrays_beyond_32_bit_offsets_take_the_plain_form():
+    small, large = jax.ShapeDtypeStruct((2**15, 2**15), jnp.int8), jax.ShapeDtypeStruct((2**16, 2**15), jnp.int8)
+    assert dispatch.addressable(small)
+    assert not dispatch.addressable(small, large)
+
+
+def test_rounding_inside_kernels_is_that_of_the_dtype():
+    x = jnp.asarray([1.0, 1.00390625, 1.01171875, 3.1415927, -7.3], jnp.float32)
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        for interpret in (True, False):
+            np.testing.assert_array_equal(dispatch.rounded(x, dtype, interpret), f32(x.astype(dtype)))
