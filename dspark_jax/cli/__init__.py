@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 # Imported on demand: `dspark-jax --help` must not wait for JAX.
 COMMANDS = {
+    "generate": "write text by speculative decoding",
     "draft": "draft blocks from recorded hidden states",
     "convert": "convert a checkpoint for JAX",
     "inspect": "show what a checkpoint is",
