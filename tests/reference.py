@@ -124,7 +124,7 @@ class ReferenceHead:
                 if confidence is not None:
                     confidence[b, s] = self.confidence(prev, h)
                 state, row = self.step(state, base[b, s], prev, h)
-                if topk is not None:
+                if candidates is not None:
                     candidates[b, s] = chosen = self.candidates(base[b, s], topk)
                     outside = torch.ones(self.draft_size, dtype=torch.bool)
                     outside[chosen] = False
@@ -132,7 +132,7 @@ class ReferenceHead:
                 logits[b, s] = row.numpy()
                 draft = int(np.argmax(logits[b, s]))
                 prev = tokens[b, s] = draft + int(self.offsets[draft])
-        valid = np.isfinite(logits).any(-1).all(-1) & ~np.isnan(logits).any((-1, -2))
+        valid = np.asarray(np.isfinite(logits).any(-1).all(-1) & ~np.isnan(logits).any((-1, -2)))
         return Walk(tokens, logits, confidence, candidates, valid)
 
     def teacher_forced(self, hidden, prev_ids):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import KINDS, base_logits, f32, make_head, make_inputs
+from helpers import KINDS, base_logits, build_head, f32, make_head, make_inputs, make_weights
 
 import dspark_jax
 from dspark_jax import DraftBuffer, DraftConfig, DraftSampling, api
@@ -384,6 +384,17 @@ def test_min_confidence_prunes_at_the_first_step_below_it():
         assert np.asarray(block.valid).all()
         seen.update(expected)
     assert len(seen) > 2
+
+
+def test_a_confidence_equal_to_the_threshold_is_kept():
+    """Only steps below the threshold are pruned: logit 0 is confidence 0.5 exactly."""
+    weights = make_weights("vanilla", V=V, H=H, r=R)
+    for name in ("confidence_head.proj.weight", "confidence_head.proj.bias"):
+        weights[name][:] = 0
+    head = build_head(weights)
+    for threshold, steps in ((0.5, S), (np.nextafter(np.float32(0.5), np.float32(1)).item(), 0)):
+        block = dspark_jax.draft_block(head, HIDDEN, ANCHORS, min_confidence=threshold)
+        assert np.asarray(block.num_draft).tolist() == [steps] * B
 
 
 def test_no_threshold_keeps_nan_confidence():
