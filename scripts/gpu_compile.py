@@ -1,7 +1,8 @@
 """Compile jitted functions for an NVIDIA GPU on a machine that has none: the real XLA:GPU compiler, ahead of time.
 
 Needs the packages of the gpu-compile extra, and JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before jax is imported (importing
-this module first sets it). Nothing runs on a GPU and nothing is tuned on one: tiles and GEMM back ends may differ there.
+this module first sets it). Nothing runs on a GPU and nothing is tuned on one: tiles and GEMM back ends may differ
+there.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def measure(case: Case, target: gpu_compile.Target, folder: pathlib.Path | None 
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{case.name}.hlo"
         path.write_text(text)
-    long = [n for n in counted.sorts if n > (case.topk or 0) and n >= V // hlo_report.SECTOR]
+    long = [n for n in counted.sorts if n > (case.topk or 0) and n >= V // 32]
     return {
         **dataclasses.asdict(case),
         "megabytes": counted.nbytes / 1e6,
