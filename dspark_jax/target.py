@@ -23,19 +23,27 @@ from .weights import WeightTaker
 
 @runtime_checkable
 class Target(Protocol):
-    """What the decoding loop asks of a target. The object is a pytree, since it is an argument of jitted functions.
+    """What the decoding loop asks of a target. The object is a pytree, since it is an argument of jitted functions."""
 
-    Attributes:
-        vocab_size: V.
-        hidden_size: Ht, width of one tapped hidden state.
-        num_layers: depth; taps are layer numbers below it, or -1 for the embedding's output.
-        max_length: the most positions, or None for no limit.
-    """
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        ...
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_length: int | None
+    @property
+    def hidden_size(self) -> int:
+        """Width Ht of one tapped hidden state."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Depth; taps are layer numbers below it, or -1 for the embedding's output."""
+        ...
+
+    @property
+    def max_length(self) -> int | None:
+        """The most positions, or None for no limit."""
+        ...
 
     def make_cache(self, batch: int, capacity: int) -> Any:
         """Return an empty cache: a pytree whose every leaf has the batch as its leading axis."""

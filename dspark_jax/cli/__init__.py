@@ -11,6 +11,7 @@ from collections.abc import Sequence
 # Imported on demand: `dspark-jax --help` must not wait for JAX.
 COMMANDS = {
     "generate": "write text by speculative decoding",
+    "sweep": "acceptance length over k and temperature",
     "draft": "draft blocks from recorded hidden states",
     "convert": "convert a checkpoint for JAX",
     "inspect": "show what a checkpoint is",

@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     }
     style = ("color" if sys.stdout.isatty() else "brackets") if args.mark == "auto" else args.mark
     before, after = MARKS[style]
-    print(args.prompt, end="", flush=True)
     _warm_up(dspark_jax.stream(target, drafter, [ids], **shared, **options))
+    print(args.prompt, end="", flush=True)
     text, events = TextStream(tokenizer), []
     for event in dspark_jax.stream(target, drafter, [ids], **shared, **options):
         new = _new_tokens(event)
