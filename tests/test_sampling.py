@@ -347,6 +347,16 @@ def test_case_6_greedy_and_sampled_rows_in_one_batch(topk):
     assert len(set(tokens[1])) > 2 - (topk == 3)
 
 
+@pytest.mark.parametrize("topk", [None, 5])
+def test_an_infinite_temperature_draws_among_the_finite_tokens(topk):
+    """A device array is not read for checks, so an infinite temperature can arrive: -inf / inf must not become NaN."""
+    row = np.where(np.arange(8) % 2, -np.inf, ROW).astype(np.float32)
+    params = DraftSampling(jnp.full((6,), jnp.inf, jnp.float32), np.arange(6), np.zeros(6, int))
+    block = dspark_jax.draft_from_logits(PLAIN, np.broadcast_to(row, (16, 6, 8)), [0] * 6, sampling=params, topk=topk)
+    assert np.asarray(block.valid).all()
+    assert set(np.asarray(block.tokens).ravel().tolist()) == {0, 2, 4, 6}
+
+
 def test_case_7_sampling_draws_and_greedy_does_not():
     """Logits [2, 1.5, 1, .5] at T = 1: token 0 with p = .455, not always."""
     head = make_head(None, V=4, H=2, confidence=None)
