@@ -67,7 +67,7 @@ def pick_kernel(
         key = jnp.where(live, key, jnp.uint32(0))
 
         def refine(i, found):
-            raised = found | (jnp.uint32(1) << (jnp.uint32(bits - 1) - i.astype(jnp.uint32)))
+            raised = found | (jnp.uint32(1) << (jnp.uint32(bits - 1) - jnp.asarray(i, jnp.uint32)))
             reach = jnp.sum((key >= raised).astype(jnp.int32))
             return jnp.where(reach >= k, raised, found)
 
