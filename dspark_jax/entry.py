@@ -67,7 +67,7 @@ def coerce_ids(field: str, value: Any, shape: tuple[int | None, ...], names: str
     check_shape(field, array, shape, names)
     if isinstance(array, np.ndarray) and array.dtype != np.int32:
         fits = (array >= -(2**31)) & (array < 2**31)
-        array = np.where(fits, array, -1).astype(np.int32)
+        array = np.where(fits, array.astype(np.int32), np.int32(-1))
     return cast(array, jnp.int32)
 
 
