@@ -100,6 +100,18 @@ def test_anchor_conventions(anchor_first):
     np.testing.assert_allclose(block.logits, expected.logits, atol=1e-5)
 
 
+def test_noise_is_keyed_by_the_position_behind_the_anchor():
+    """What propose draws is what draft_block draws from the same hidden states at position = anchor's position + 1."""
+    drafter = make_drafter()
+    context = drafter.extend(drafter.make_cache(2, 32), random_features(drafter, 2, 4, seed=5), [4, 4])
+    hidden, _ = block_hidden(drafter, context, jnp.asarray([[5, 1, 1, 1, 1], [6, 1, 1, 1, 1]], jnp.int32))
+    draws = [DraftSampling([2.0, 2.0], [7, 8], [position] * 2) for position in (5, 4)]
+    expected, other = (dspark_jax.draft_block(drafter.head, hidden, [5, 6], sampling=draw) for draw in draws)
+    block, _ = proposal(drafter, sampling=DraftSampling([2.0, 2.0], [7, 8], [0, 0]))
+    np.testing.assert_array_equal(block.tokens, expected.tokens)
+    assert (np.asarray(block.tokens) != np.asarray(other.tokens)).any()
+
+
 def test_positions_that_do_not_follow_the_cache_draft_nothing():
     drafter = make_drafter()
     features = random_features(drafter, 4, 4)

@@ -1,0 +1,46 @@
+"""The closed loop of scripts/bench_serving.py on tiny models."""
+
+import argparse
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+from helpers import TESTS
+from tiny import make_drafter, make_target
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("bench_serving", TESTS.parent / "scripts" / "bench_serving.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_every_request_is_served_and_users_never_wait(bench):
+    target = make_target(num_hidden_layers=2)
+    drafter = make_drafter(num_hidden_layers=1, target_layer_ids=[-1, 0], num_target_layers=2)
+    args = argparse.Namespace(temperature=0.0, output_length=9)
+    prompts = np.random.default_rng(0).integers(0, 37, (8, 4)).tolist()
+    lengths = {}
+    for mode in (None, 3):
+        server = bench.Server(target, drafter, mode, args, prompts)
+        seconds, took, lengths[mode] = server.run(2, 5)
+        assert len(took) == 5
+        assert server.sent == 5
+        # Two users at once, no gaps: the requests' times add up to at most two users' time.
+        assert max(took) <= seconds
+        assert seconds <= sum(took) <= 2 * seconds + 1e-3
+    assert lengths[None] == 1
+    assert 1 <= lengths[3] <= 6
+
+
+def test_synthetic_prompts(bench):
+    args = argparse.Namespace(prompts="random", input_length=7)
+    found = bench.read_synthetic(args, 37, count=5)
+    assert {len(prompt) for prompt in found} == {7}
+    assert all(0 <= token < 37 for prompt in found for token in prompt)
