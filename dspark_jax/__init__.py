@@ -1,14 +1,11 @@
 """dspark_jax: the DSpark speculative-decoding drafter for JAX.
 
-The data's way: config.py -> checkpoint/ -> heads.py -> candidates.py -> draft.py (the scan, called by api.py) ->
-verify.py.
+The data's way: config.py -> checkpoint/ -> heads.py -> candidates.py -> draft.py (called by api.py and
+serving.py) -> verify.py.
 """
 
 from .api import draft_block as draft_block
 from .api import draft_from_logits as draft_from_logits
-from .api import make_buffer as make_buffer
-from .api import make_draft_fn as make_draft_fn
-from .api import make_draft_from_logits_fn as make_draft_from_logits_fn
 from .api import teacher_forced_logits as teacher_forced_logits
 from .calibration import Calibration as Calibration
 from .calibration import fit_calibration as fit_calibration
@@ -25,6 +22,9 @@ from .generate import generate as generate
 from .generate import stream as stream
 from .schedule import PrefixScheduler as PrefixScheduler
 from .schedule import ThresholdPolicy as ThresholdPolicy
+from .serving import make_buffer as make_buffer
+from .serving import make_draft_fn as make_draft_fn
+from .serving import make_draft_from_logits_fn as make_draft_from_logits_fn
 from .target import Target as Target
 from .target import load_target as load_target
 from .target_filter import TargetFilter as TargetFilter

@@ -83,7 +83,7 @@ class Backbone(nnx.Module):
             block_ids: int32 [B, block], anchor then mask tokens; ids outside [0, V) embed as zeros.
         """
         table = self.embed_tokens[...]
-        x = rows(table, jnp.where(block_ids < 0, table.shape[0], block_ids))
+        x = rows(table, block_ids)
         x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         outputs, kv = run_layers(self.layers, self.config, x, cache.lengths, cache.kv)
         return rms_norm(outputs[-1], self.norm[...], self.config.rms_norm_eps), kv

@@ -15,10 +15,11 @@ from .backbone_config import BackboneConfig
 from .cache import ContextCache
 from .checkpoint.load import load_head
 from .checkpoint.opened import EMBEDDING, open_checkpoint
-from .config import OUTPUTS, check_choice, check_int, check_min_confidence, check_topk, dtype_name, invalid
+from .config import check_int, invalid
 from .draft import draft
 from .entry import coerce_floats, coerce_ids, coerce_sampling
 from .heads import DSparkHead
+from .options import check_threshold, static_options
 from .types import DraftBlock, DraftSampling
 from .weights import WeightTaker
 
@@ -106,26 +107,13 @@ class Drafter(nnx.Module):
     def check_options(self, *, num_steps: Any, topk: Any, outputs: str, logits_dtype: Any) -> dict[str, Any]:
         """Return the static options of `propose_block`, checked."""
         steps = self.config.max_steps
-        check_choice("outputs", outputs, OUTPUTS)
-        k = check_topk(topk, self.config.Vd)
-        if outputs == "candidates" and k is None:
-            raise invalid("outputs", "candidates", "a topk beside it (a dense draft has no candidates)")
-        dtype = self.head.dtype if logits_dtype is None else dtype_name("logits_dtype", logits_dtype)
-        return {
-            "num_steps": steps if num_steps is None else check_int("num_steps", num_steps, 1, steps),
-            "topk": k,
-            "outputs": outputs,
-            "logits_dtype": jnp.dtype(dtype),
-        }
+        static = static_options(self.head, topk, outputs, logits_dtype)
+        del static["implementation"]
+        return static | {"num_steps": steps if num_steps is None else check_int("num_steps", num_steps, 1, steps)}
 
     def check_threshold(self, min_confidence: Any) -> jax.Array | None:
         """Return the confidence threshold as a float32 scalar, or None."""
-        value = check_min_confidence(min_confidence)
-        if value is None:
-            return None
-        if self.head.confidence is None:
-            raise invalid("min_confidence", value, "None (no confidence head in this checkpoint)")
-        return jnp.asarray(value, jnp.float32)
+        return check_threshold(self.head, min_confidence, has_hidden=True)
 
     def _features(self, cache: ContextCache, features: Any) -> jax.Array:
         batch, width = cache.lengths.shape[0], self.backbone.feature_size

@@ -38,7 +38,8 @@ def product(x: jax.Array, weight: jax.Array, dtype: Any = jnp.float32) -> jax.Ar
 
 def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Gather table rows at ids of any shape; an id outside the table gives a row of zeros (never a wrapped row)."""
-    return jnp.take(table, ids, axis=0, mode="fill", fill_value=0)
+    # mode="fill" still wraps negative ids, so they are sent beyond the table.
+    return jnp.take(table, jnp.where(ids < 0, table.shape[0], ids), axis=0, mode="fill", fill_value=0)
 
 
 def bias(latent: jax.Array, markov_w2: jax.Array) -> jax.Array:
@@ -70,9 +71,7 @@ class VanillaMarkovHead(nnx.Module):
 
     def embed(self, prev: jax.Array) -> jax.Array:
         """Return e = markov_w1[prev], prev.shape + [r]; zeros for ids outside [0, V)."""
-        # mode="fill" still wraps negative ids, so they are sent beyond the table.
-        table = self.markov_w1[...]
-        return rows(table, jnp.where(prev < 0, table.shape[0], prev))
+        return rows(self.markov_w1[...], prev)
 
     def hoist(self, hidden: jax.Array) -> Any:
         """Return the part of each step that depends on hidden [S, B, H] alone, a pytree of [S, B, ...] arrays."""

@@ -115,7 +115,7 @@ class Qwen3Target(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, KVCache]:
         """Run tokens over the cache; see Target.forward. Ids outside [0, V) embed as zeros."""
         table = self.embed_tokens[...]
-        x = rows(table, jnp.where(tokens < 0, table.shape[0], tokens))
+        x = rows(table, tokens)
         outputs, cache = run_layers(self.layers, self.config, x, start, cache)
         tapped = [x if number == -1 else outputs[number] for number in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*x.shape[:2], 0), x.dtype)

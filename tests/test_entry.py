@@ -15,7 +15,7 @@ import pytest
 from helpers import KINDS, base_logits, build_head, f32, make_head, make_inputs, make_weights
 
 import dspark_jax
-from dspark_jax import DraftBuffer, DraftConfig, DraftSampling, api
+from dspark_jax import DraftBuffer, DraftConfig, DraftSampling, api, serving
 from dspark_jax.heads import DSparkHead
 
 V, Vd, H, R, B, S = 37, 23, 12, 6, 3, 4
@@ -90,8 +90,8 @@ def no_tracing(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("traced before the input was checked")
 
-    for name in ("draft", "teacher_forced", "empty_buffer"):
-        monkeypatch.setattr(api, name, refuse)
+    for module, name in ((api, "draft"), (api, "teacher_forced"), (serving, "empty_buffer")):
+        monkeypatch.setattr(module, name, refuse)
     monkeypatch.setattr(DSparkHead, "base_logits", refuse)
 
 
