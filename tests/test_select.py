@@ -15,6 +15,7 @@ from dspark_jax.kernels.keys import to_keys, to_values
 DTYPES = ("float32", "bfloat16", "float16")
 FORMS = {
     "top_k": select.top_k,
+    "partial_sorts": select.by_partial_sorts,
     "xla": partial(select._select, small=select.pick_xla),
     "pallas": partial(select._select, small=partial(pick.pick_kernel, interpret=True)),
 }
