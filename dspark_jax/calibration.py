@@ -161,6 +161,20 @@ def measure(records: Records, calibration: Calibration | None = None, *, bins: i
     return Quality(table[0].astype(np.int64), *table[1:])
 
 
+def reliability(
+    records: Records, step: int, calibration: Calibration | None = None, *, bins: int = BINS
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the reliability curve of a step: mean prediction, mean outcome and share of records of each used bin."""
+    calibration = Calibration((1.0,) * records.confidence_logits.shape[1]) if calibration is None else calibration
+    seen = records.observed(step)
+    p = np.prod(calibration.confidence(records.confidence_logits)[seen, : step + 1], axis=1)
+    index = np.minimum((p * bins).astype(np.int64), bins - 1)
+    count = np.bincount(index, minlength=bins)
+    used = count > 0
+    mean = lambda values: np.bincount(index, weights=values, minlength=bins)[used] / count[used]  # noqa: E731
+    return mean(p), mean(records.survived(step)[seen].astype(np.float64)), count[used] / max(count.sum(), 1)
+
+
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     # Both branches avoid overflow; np.exp of a large positive number would warn.
     e = np.exp(-np.abs(x))

@@ -80,15 +80,13 @@ def admit_reference(chances: Any, limit: Any, active: Any, costs: CostTable) -> 
         for j in range(min(int(limit[r]), len(chances[r])))
     ]
     requests = sum(active)
+    seconds = np.asarray(costs.seconds_at(np.arange(1 + sum(1 + len(row) for row in chances))), np.float64)
     expected, tokens = float(requests), requests
-    if requests == 0:
-        return lengths
-    best = expected / float(costs.seconds_at(tokens))
     for minus_chance, _, r in sorted(queue):
-        now = (expected - minus_chance) / float(costs.seconds_at(tokens + 1))
-        if now <= best:
+        more = expected - minus_chance
+        if more / seconds[tokens + 1] <= expected / seconds[tokens]:
             break
-        expected, tokens, best = expected - minus_chance, tokens + 1, now
+        expected, tokens = more, tokens + 1
         lengths[r] += 1
     return lengths
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 COMMANDS = {
     "generate": "write text by speculative decoding",
     "sweep": "acceptance length over k and temperature",
+    "calibrate": "calibrate a drafter's confidence on recorded blocks",
+    "profile-sps": "measure what a target step costs by its number of tokens",
     "draft": "draft blocks from recorded hidden states",
     "convert": "convert a checkpoint for JAX",
     "inspect": "show what a checkpoint is",
