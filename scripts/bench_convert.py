@@ -78,7 +78,7 @@ def write_source(path: pathlib.Path) -> int:
         file.write(len(text).to_bytes(8, "little") + text)
         left = end
         while left:
-            left -= file.write(memoryview(block).cast("B")[: min(left, block.nbytes)])
+            left -= file.write(block.view(np.uint8).data[: min(left, block.nbytes)])
     return max(2 * int(np.prod(shape)) for shape in shapes().values())
 
 

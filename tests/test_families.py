@@ -11,8 +11,9 @@ from fixture_checkpoints import change_config, change_tensors, e2m1, e4m3, e8m0,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.checkpoint import families, open_checkpoint
+from dspark_jax.checkpoint import families, inspect, open_checkpoint
 from dspark_jax.checkpoint.hub import needed_shards
+from dspark_jax.checkpoint.inspect import to_text
 from dspark_jax.config import DSparkConfig
 
 V, VD, H, R, TAPS, MASK = (getattr(fixtures, name) for name in ("V", "VD", "H", "R", "TAPS", "MASK"))
@@ -301,6 +302,8 @@ def test_torchspec_counts_taps_where_others_count_layers(tmp_path):
     config = json.loads((make("torchspec", tmp_path) / "config.json").read_text())
     assert config["num_target_layers"] == len(TAPS)
     assert open_checkpoint(tmp_path / "torchspec").config.num_target_layers == fixtures.DEPTH
+    change_config(tmp_path / "torchspec", target_num_hidden_layers=None)
+    assert open_checkpoint(tmp_path / "torchspec").config.num_target_layers is None
 
 
 # ---- the backbone is whole -------------------------------------------------------------------------------------------
@@ -567,6 +570,7 @@ def test_any_config_gives_a_value_error_or_a_checked_one(shared, data):
     (path / "config.json").write_text(text)
     try:
         checkpoint = open_checkpoint(path)
+        assert to_text(inspect(path))
         checkpoint.check_backbone()
     except ValueError as error:
         assert str(error)  # noqa: PT017

@@ -261,6 +261,8 @@ def detect(names: Iterable[str], raw: Raw) -> Family:
 
 def strip_prefixes(name: str, prefixes: tuple[str, ...]) -> str:
     """Remove leading wrapper prefixes, in any order."""
+    if not name.startswith(prefixes):
+        return name
     while prefix := next((p for p in prefixes if name.startswith(p)), None):
         name = name[len(prefix) :]
     return name
@@ -275,12 +277,16 @@ def map_names(family: Family, names: Iterable[str]) -> Mapped:
     """Send every source name through the family's table."""
     ordered = sorted(names)
     last = str(count_stages(ordered) - 1)
-    rules = [(re.compile(rule.pattern.replace("<last>", last)), rule) for rule in family.rules]
+    patterns = [rule.pattern.replace("<last>", last) for rule in family.rules]
+    rules = [(re.compile(pattern), rule) for pattern, rule in zip(patterns, family.rules, strict=True)]
+    known = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))  # one look at names that no row knows
     result = Mapped({}, {}, set(), {}, [])
     fallbacks: dict[str, str] = {}
     for source in ordered:
         stripped = strip_prefixes(source, family.prefixes)
-        match, rule = next(((m, rule) for regex, rule in rules if (m := regex.fullmatch(stripped))), (None, None))
+        match = rule = None
+        if known.fullmatch(stripped):
+            match, rule = next((m, rule) for regex, rule in rules if (m := regex.fullmatch(stripped)))
         if match is None or rule is None:
             result.problems.append(f"{source}: unknown tensor of the {family.name} family")
             continue

@@ -109,10 +109,12 @@ class _Placer:
         elif callable(sharding) and not isinstance(sharding, jax.sharding.Sharding):
             sharding = sharding(name)
         if sharding is None:
-            # JAX's CPU backend may alias host memory, and this memory is a mapped file.
-            return jnp.array(array, copy=True) if array.dtype == dtype else jnp.asarray(array.astype(dtype))
+            # A private copy: JAX may alias host memory or read it after this returns, and this memory is a mapped file.
+            return jnp.asarray(np.array(array, dtype, order="C"))
         # Only a device's own part is read; the copy keeps the mapped file out of the result.
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index], dtype))
+        return jax.make_array_from_callback(
+            array.shape, sharding, lambda index: np.array(array[index], dtype, order="C")
+        )
 
 
 def refuse_nan(name: str, array: np.ndarray) -> None:

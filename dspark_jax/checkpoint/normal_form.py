@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..backbone_config import BackboneConfig
-from ..config import read_rope_theta
+from ..config import invalid, read_rope_theta
 from .opened import Checkpoint
+from .resolve import read_geometry
 
 ARCHITECTURES = {"qwen3": "Qwen3DSparkModel", "gemma4": "Gemma4DSparkModel"}
 
@@ -62,7 +62,10 @@ def _write_rope(flat: dict[str, Any]) -> None:
     flat["rope_theta"] = theta
     found = flat.get("rope_parameters")
     if found is None:
-        found = dict(flat.get("rope_scaling") or {})
+        scaling = flat.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise invalid("rope_scaling", scaling, "an object")
+        found = dict(scaling)
         if "type" in found:
             found.setdefault("rope_type", found.pop("type"))
     if isinstance(found, Mapping) and not isinstance(found.get("full_attention"), Mapping):
@@ -73,10 +76,9 @@ def _write_backbone(flat: dict[str, Any], checkpoint: Checkpoint) -> str | None:
     """Write what a backbone's builder would guess; return why there is none here, if so."""
     if checkpoint.family.support != "full":
         return checkpoint.family.note
-    try:
-        geometry = BackboneConfig.from_dict(flat)
-    except ValueError as error:
-        return str(error)
+    geometry = read_geometry(flat)
+    if isinstance(geometry, str):
+        return geometry
     flat["architectures"] = [ARCHITECTURES[geometry.style]]
     if geometry.style == "qwen3":
         flat["model_type"] = "qwen3"

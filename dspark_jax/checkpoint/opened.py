@@ -17,6 +17,8 @@ from .read import Files, TensorFiles
 from .target import find_in_target
 from .tensor import Tensor, make_tensor
 
+MAX_PROBLEMS = 200
+
 
 @dataclasses.dataclass
 class Checkpoint:
@@ -94,7 +96,7 @@ class Checkpoint:
         """
         shapes = {name: tensor.shape for name, tensor in self.tensors.items() if tensor.origin == "draft"}
         if problems := resolve.check_backbone(self.flat, shapes, self.family.shapes):
-            raise ValueError(f"{self.path}: " + "; ".join(problems))
+            raise ValueError(f"{self.path}: {_listed(problems)}")
 
 
 def read_draft_to_target(tensors: Mapping[str, Tensor], vocab_size: Any) -> np.ndarray | None:
@@ -151,7 +153,7 @@ def open_checkpoint(
     try:
         flat = normalise.flatten(raw, family.name, families.count_stages(files))
     except ValueError as error:
-        raise ValueError("; ".join([f"{path}: {error}", *mapped.problems])) from None
+        raise ValueError(f"{path}: {_listed([str(error), *mapped.problems])}") from None
     problems, left_out, notes = list(mapped.problems), dict(mapped.left_out), []
     tensors = _own_tensors(files, mapped, raw, problems, left_out)
     if target is not None:
@@ -162,12 +164,18 @@ def open_checkpoint(
         notes.append("TorchSpec's exporter is known to cut lm_head by offsets as if they were ids: check acceptance")
     problems += resolve.resolve_head(flat, {name: tensor.shape for name, tensor in tensors.items()})
     if problems:
-        raise ValueError(f"{path}: " + "; ".join(problems))
+        raise ValueError(f"{path}: {_listed(problems)}")
     try:
         config = DSparkConfig.from_dict(flat)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return Checkpoint(path, family, raw, flat, config, tensors, files, left_out, notes)
+
+
+def _listed(problems: list[str]) -> str:
+    """Join all problems in one line; a file that names a hundred thousand unknown tensors is not quoted in full."""
+    tail = [f"and {len(problems) - MAX_PROBLEMS} more problems"] if len(problems) > MAX_PROBLEMS else []
+    return "; ".join(problems[:MAX_PROBLEMS] + tail)
 
 
 def _only_gguf(directory: str) -> bool:

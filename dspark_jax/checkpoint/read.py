@@ -6,13 +6,12 @@ claim of the header is checked against the file's size before anything is alloca
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -20,9 +19,9 @@ import numpy as np
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-# 32 MiB hold about 250 thousand tensors, more than any released checkpoint; longer headers cost seconds to parse.
-MAX_HEADER = 1 << 25
-MAX_INDEX = 1 << 26
+# 8 MiB hold about 70 thousand tensors, more than any released file has; longer headers cost seconds to parse.
+MAX_HEADER = 1 << 23
+MAX_INDEX = 1 << 25  # of all shards
 MAX_DIMS = 32
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -46,8 +45,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where one tensor lies: header dtype name, shape, file, and first and last (exclusive) byte in that file."""
 
     dtype: str
@@ -123,25 +121,32 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
+_KEYS = {"dtype", "shape", "data_offsets"}
+
+
 def _tensor_info(path: str, name: str, entry: object, data_start: int, size: int) -> TensorInfo:
-    where = f"{path}: tensor {name[:200]!r}"
+    """Check one entry of a header."""
+
+    def bad(what: str) -> ValueError:
+        return ValueError(f"{path}: tensor {name[:200]!r}: {what}")
+
     if not name or not name.isprintable():
-        raise ValueError(f"{where}: expected a name of printable characters")
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{where}: expected exactly dtype, shape and data_offsets")
+        raise bad("expected a name of printable characters")
+    if not isinstance(entry, dict) or set(entry) != _KEYS:
+        raise bad("expected exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{where}: found dtype {str(dtype)[:40]!r}, expected one of {', '.join(DTYPES)}")
+        raise bad(f"found dtype {str(dtype)[:40]!r}, expected one of {', '.join(DTYPES)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_count, shape)):
-        raise ValueError(f"{where}: found shape {str(shape)[:80]}, expected at most {MAX_DIMS} sizes >= 0")
+        raise bad(f"found shape {str(shape)[:80]}, expected at most {MAX_DIMS} sizes >= 0")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise ValueError(f"{where}: found data_offsets {str(offsets)[:80]}, expected [begin, end]")
+        raise bad(f"found data_offsets {str(offsets)[:80]}, expected [begin, end]")
     start, stop = data_start + offsets[0], data_start + offsets[1]
     if not start <= stop <= size:
-        raise ValueError(f"{where}: bytes {start} to {stop} do not lie in the file ({size} bytes); truncated?")
+        raise bad(f"bytes {start} to {stop} do not lie in the file ({size} bytes); truncated?")
     wanted = math.prod(shape) * DTYPES[dtype].itemsize
     if wanted != stop - start:
-        raise ValueError(f"{where}: {dtype} {shape} needs {wanted} bytes, data_offsets give {stop - start}")
+        raise bad(f"{dtype} {shape} needs {wanted} bytes, data_offsets give {stop - start}")
     return TensorInfo(dtype, tuple(shape), path, start, stop)
 
 

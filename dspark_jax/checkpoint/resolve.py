@@ -183,6 +183,16 @@ def _required_parts(flat: Flat, present: set[str]) -> set[str]:
     return parts
 
 
+def read_geometry(flat: Mapping[str, Any]) -> BackboneConfig | str:
+    """Return the geometry of the layers, or why there is none that this package can build."""
+    try:
+        return BackboneConfig.from_dict(flat)
+    except ValueError as error:
+        return str(error)
+    except (TypeError, AttributeError) as error:  # a config from anywhere may hold any type anywhere
+        return f"config.json: a value of the wrong type ({error})"
+
+
 def _backbone_sizes(flat: Flat) -> dict[str, int]:
     sizes = {name: flat[key] for name, key in _SIZE_KEYS.items() if isinstance(flat.get(key), int)}
     taps, width = flat.get("target_layer_ids"), flat.get("target_hidden_size", flat.get("hidden_size"))
@@ -193,9 +203,8 @@ def _backbone_sizes(flat: Flat) -> dict[str, int]:
         if nh and hd and G and o:
             sizes |= {"Q": nh * hd, "Q/G": nh * hd // G, "G*o": G * o}
         return sizes
-    try:
-        geometry = BackboneConfig.from_dict(flat)
-    except ValueError:
+    geometry = read_geometry(flat)
+    if isinstance(geometry, str):
         return sizes  # a backbone that has no counterpart here; reported where one is built
     nh, nkv, hd = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
     return sizes | {"Q": nh * hd, "K": nkv * hd, "hd": hd}

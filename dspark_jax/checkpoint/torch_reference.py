@@ -147,6 +147,7 @@ class TorchHead:
         """
         torch = self.torch
         if base is None:
+            assert self.lm_head is not None
             base = hidden @ self.lm_head.T * self.scale
             if self.cap is not None:
                 base = self.cap * torch.tanh(base / self.cap)
