@@ -80,6 +80,13 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
     return Calibration(raw["temperatures"])
 
 
+def find_calibration(checkpoint: str | os.PathLike[str]) -> Calibration | None:
+    """Return the calibration beside a checkpoint (its directory or file), or None where there is none."""
+    directory = checkpoint if os.path.isdir(checkpoint) else os.path.dirname(checkpoint)
+    path = os.path.join(directory, FILE_NAME)
+    return load_calibration(path) if os.path.exists(path) else None
+
+
 def fit_calibration(confidence_logits: Any, accepted: Any, num_draft: Any = None, *, bins: int = BINS) -> Calibration:
     """Fit sequential temperature scaling on recorded pairs (see the module's equations).
 

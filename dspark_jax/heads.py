@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from .calibration import Calibration
 from .config import DSparkConfig, invalid
 
 
@@ -197,6 +198,8 @@ class DSparkHead(nnx.Module):
         self.markov = nnx.data(markov)
         self.confidence = nnx.data(confidence)
         self.draft_to_target = nnx.data(None if draft_to_target is None else DraftToTarget(draft_to_target))
+        # Temperatures for confidence_logits, from calibration.json beside the checkpoint (static; for schedule.py).
+        self.calibration: Calibration | None = None
         if config.Vd < config.vocab_size and draft_to_target is None:
             raise invalid("draft_to_target", None, f"a table, since Vd = {config.Vd} < V = {config.vocab_size}")
 

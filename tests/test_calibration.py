@@ -3,10 +3,20 @@
 import json
 import sys
 
+import jax
 import numpy as np
 import pytest
+from helpers import make_inputs, make_weights, save_checkpoint
 
-from dspark_jax import Calibration, fit_calibration, load_calibration
+from dspark_jax import (
+    Calibration,
+    CostTable,
+    PrefixScheduler,
+    draft_block,
+    fit_calibration,
+    load_calibration,
+    load_head,
+)
 from dspark_jax.calibration import auc, brier_score, expected_calibration_error, measure, reliability
 from dspark_jax.cli import main
 from dspark_jax.records import Records, load_records
@@ -104,6 +114,23 @@ def test_json_round_trip(tmp_path):
     assert load_calibration(tmp_path) == calibration == load_calibration(tmp_path / "calibration.json")
     assert json.loads((tmp_path / "calibration.json").read_text()) == {"temperatures": [1.25, 0.5], "drafter": "x"}
     np.testing.assert_allclose(calibration.confidence([[1.0, 1.0]]), [[sigmoid(0.8), sigmoid(2.0)]])
+
+
+def test_loaded_with_the_head(tmp_path):
+    """calibration.json beside a checkpoint comes with the head and stays static under jit."""
+    directory = save_checkpoint(tmp_path / "drafter", make_weights("vanilla"))
+    assert load_head(directory).calibration is None
+    Calibration((1.25, 0.5)).save(directory / "calibration.json")
+    head = load_head(directory)
+    assert head.calibration == Calibration((1.25, 0.5))
+    assert jax.jit(lambda head: head)(head).calibration == head.calibration
+    hidden, anchor = make_inputs(2, 2, 12, 37)
+    block = draft_block(head, hidden, anchor)
+    scheduler = PrefixScheduler.make(CostTable.make([1, 100], [10.0, 9.9]), head.calibration)
+    assert scheduler(block).tolist() == [2, 2]
+    (directory / "calibration.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_head(directory)
 
 
 def test_reliability_curve():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import heads
+from ..calibration import find_calibration
 from ..config import dtype_name, invalid
 from .names import CONFIDENCE, CONFIDENCE_BIAS, D2T, GATE, JOINT, LM_HEAD, W1, W2
 from .opened import Checkpoint, open_checkpoint
@@ -30,7 +31,8 @@ def load_head(
 ) -> heads.DSparkHead:
     """Load the LM head, Markov head, confidence head and draft-to-target table of a checkpoint, without PyTorch.
 
-    The directory may hold a whole drafter (its backbone is not read) or the head's tensors alone.
+    The directory may hold a whole drafter (its backbone is not read) or the head's tensors alone. A calibration.json
+    beside the tensors becomes `head.calibration` (see schedule.py).
 
     Args:
         path: directory with config.json and model.safetensors, shards with an index, or one safetensors file.
@@ -57,13 +59,15 @@ def build_head(checkpoint: Checkpoint, dtype: str | None = None, sharding: Shard
     """Build the head of an open checkpoint; without an LM head in it, one for callers that bring base logits."""
     table = checkpoint.draft_to_target()
     get = _Placer(checkpoint, None if dtype is None else jnp.dtype(dtype), sharding)
-    return heads.DSparkHead(
+    head = heads.DSparkHead(
         checkpoint.config,
         get(LM_HEAD) if LM_HEAD in checkpoint else None,
         _markov(checkpoint, get),
         _confidence(checkpoint, get),
         None if table is None else get.place(D2T, table),
     )
+    head.calibration = find_calibration(checkpoint.path)
+    return head
 
 
 def _markov(checkpoint: Checkpoint, get: _Placer) -> heads.VanillaMarkovHead | None:
