@@ -11,12 +11,12 @@ import numpy as np
 from ..config import check_choice, invalid
 from . import orbax_tree
 from .families import HEAD_ONLY
+from .header import DTYPE_NAMES, DTYPES
 from .hub import local_path
 from .names import D2T, EMBEDDING, LM_HEAD, T2D, is_head
 from .normal_form import explicit_config
 from .opened import Checkpoint, open_checkpoint
 from .progress import Progress
-from .read import DTYPE_NAMES, DTYPES
 from .tensor import Tensor
 from .write import MANIFEST, appearing_directory, check_destination, digest, write_json, write_safetensors
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from . import families
 from .extras import require
-from .read import INDEX_FILE, SINGLE_FILE, parse_json_object
+from .header import parse_json_object
+from .names import is_head
+from .read import INDEX_FILE, SINGLE_FILE
 
 # "owner/name" or "owner/name@revision"; anything with other separators is a path.
 REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?")
@@ -63,7 +65,7 @@ def needed_shards(weight_map: Any, head_only: bool = False) -> list[str]:
     family = families.detect(weight_map, {})
     mapped = families.map_names(family, weight_map)
     sources = [*mapped.sources.items(), *mapped.scales.items()]
-    wanted = {weight_map[source] for name, source in sources if not head_only or families.is_head(name)}
+    wanted = {weight_map[source] for name, source in sources if not head_only or is_head(name)}
     # Names that no row knows are fetched too: opening the checkpoint then reports them.
     wanted |= set() if mapped.sources else set(weight_map.values())
     return sorted(map(str, wanted))

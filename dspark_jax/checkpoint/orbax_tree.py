@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from .extras import require
+from .header import DTYPE_NAMES, TensorInfo
 from .names import D2T, EMBEDDING, W1, W2
-from .read import DTYPE_NAMES, Files, TensorInfo
+from .read import Files
 
 CHUNK = 1 << 26  # bytes of a block on disk
 SMALL = 1 << 20

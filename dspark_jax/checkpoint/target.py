@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import read_json_config
+from .header import some
 from .names import EMBEDDING, LM_HEAD
-from .read import TensorFiles, some
+from .read import TensorFiles
 
 # Exact names under which targets store the two matrices; multimodal wrappers nest the language model.
 LM_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "head.weight")

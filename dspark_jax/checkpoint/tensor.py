@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from . import dequantize
-from .read import DTYPES, Files
+from .header import DTYPES
+from .read import Files
 
 CHUNK = 1 << 25  # bytes of result decoded at once
 

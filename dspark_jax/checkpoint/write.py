@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .read import DTYPE_NAMES
+from .header import DTYPE_NAMES
 
 MANIFEST = "dspark_manifest.json"
 
