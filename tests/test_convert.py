@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import types
@@ -164,7 +165,7 @@ def test_head_only(tmp_path):
         after = open_checkpoint(tmp_path / f"{fixture}-head")
         assert all(name.startswith(("lm_head", "markov_head", "confidence_head")) for name in after.names)
         assert manifest["head_only"] is True
-        assert "backbone tensor (--head-only)" in {place.get("left_out") for place in manifest["sources"].values()}
+        assert "backbone tensor (head only)" in {place.get("left_out") for place in manifest["sources"].values()}
         same_heads(load_head(tmp_path / f"{fixture}-head"), load_head(source))
     with pytest.raises(ValueError, match=r"family ornith: .*--head-only"):
         convert(tmp_path / "ornith", tmp_path / "whole")
@@ -360,7 +361,7 @@ def test_errors_come_before_anything_is_written(tmp_path):
 
 
 def fake_hub(root, log):
-    """A huggingface_hub that serves local directories."""
+    """A huggingface_hub that serves local directories and, as the real one, caches only what was fetched."""
 
     class EntryNotFoundError(Exception):
         pass
@@ -373,7 +374,9 @@ def fake_hub(root, log):
         path = root / repository.replace("/", "--") / name
         if not path.exists():
             raise EntryNotFoundError(f"404: {name}")
-        return str(path)
+        cached = root / "cache" / repository.replace("/", "--") / name
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        return shutil.copy(path, cached)
 
     errors = types.SimpleNamespace(EntryNotFoundError=EntryNotFoundError, HfHubHTTPError=HfHubHTTPError)
     return types.SimpleNamespace(hf_hub_download=hf_hub_download, errors=errors)
@@ -389,6 +392,7 @@ def test_a_repository_id_fetches_what_is_needed(tmp_path, monkeypatch):
         ("config.json", "main"), ("model.safetensors.index.json", "main"),
         ("model-00002-of-00005.safetensors", "main"), ("model-00005-of-00005.safetensors", "main"),
     ]  # fmt: skip
+    same_heads(load_head(tmp_path / "out"), load_head(tmp_path / "org--v4"))
     fixtures.deepspec(tmp_path / "org--small")
     log.clear()
     assert inspect("org/small")["family"].startswith("deepspec")

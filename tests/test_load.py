@@ -1,7 +1,10 @@
 """load_head: the right arrays in the right places, or an error that names the tensor or key (PITFALLS 17-20, 29-33)."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 from fixture_checkpoints import change_config, change_tensors, fixtures, make, read_file
 from flax import nnx
-from helpers import make_weights, save_checkpoint
+from helpers import TESTS, make_weights, save_checkpoint
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dspark_jax
@@ -392,6 +395,20 @@ def test_without_an_lm_head_the_error_says_what_to_do(tmp_path):
         load_head(make("specforge", tmp_path))
 
 
+def test_only_shards_with_head_tensors_are_needed(tmp_path):
+    path = make("deepseek-v4", tmp_path)
+    wanted = load_head(path)
+    for number in (1, 3, 4):
+        (path / f"model-0000{number}-of-00005.safetensors").unlink()
+    found = load_head(path)
+    same(found.lm_head, wanted.lm_head)
+    same(found.markov.markov_w2, wanted.markov.markov_w2)
+    assert found.confidence.bias is None
+    (path / "model-00005-of-00005.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"missing shard; the index places mtp\.2\.\S+ in it, and 59"):
+        load_head(path)
+
+
 def test_the_target_supplies_the_lm_head(tmp_path):
     path, target = make("specforge", tmp_path), make("target", tmp_path)
     (target / "model-00001-of-00002.safetensors").unlink()  # the embedding's shard is not needed for this
@@ -513,3 +530,31 @@ def test_sharding_places_arrays(tmp_path):
         same(head.target_ids, wanted.target_ids)
     with pytest.raises(ValueError, match=r"sharding: found \['lm_head'\], expected names of tensors"):
         load_head(path, sharding={"lm_head": rows})
+
+
+def test_sharding_over_four_devices(tmp_path):
+    """Each device holds its rows of the vocabulary, and the draft is that of one device."""
+    code = """
+import sys, jax, numpy as np, dspark_jax
+from jax.sharding import NamedSharding, PartitionSpec
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+rows, whole = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec())
+split = ("lm_head.weight", "markov_head.markov_w2.weight")
+head = dspark_jax.load_head(sys.argv[1], sharding=lambda name: rows if name in split else whole)
+for array in (head.lm_head[...], head.markov.markov_w2[...]):
+    assert [shard.data.shape[0] for shard in array.addressable_shards] == [40] * 4
+one = dspark_jax.load_head(sys.argv[1])
+np.testing.assert_array_equal(np.asarray(head.lm_head), np.asarray(one.lm_head))
+hidden = np.random.default_rng(0).standard_normal((2, 5, 64)).astype(np.float32)
+drafts = [dspark_jax.draft_block(h, hidden, [3, 5]).tokens for h in (head, one)]
+np.testing.assert_array_equal(*map(np.asarray, drafts))
+"""
+    path = make("deepspec-gated", tmp_path)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": str(TESTS.parent),
+    }  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr

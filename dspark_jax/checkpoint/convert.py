@@ -13,7 +13,7 @@ from . import orbax_tree
 from .families import HEAD_ONLY
 from .header import DTYPE_NAMES, DTYPES
 from .hub import local_path
-from .names import D2T, EMBEDDING, LM_HEAD, T2D, is_head
+from .names import D2T, EMBEDDING, LM_HEAD, T2D
 from .normal_form import explicit_config
 from .opened import Checkpoint, open_checkpoint
 from .progress import Progress
@@ -70,7 +70,7 @@ def convert(
         os.path.realpath(path) == os.path.realpath(destination)
     ):
         raise invalid("destination", destination, "a directory that does not hold the source")
-    checkpoint = open_checkpoint(path, target, borrow=(LM_HEAD,) if head_only else (EMBEDDING, LM_HEAD))
+    checkpoint = open_checkpoint(path, target, head_only=head_only)
     checkpoint.draft_to_target()  # checks d2t against t2d before anything is written
     if not head_only:
         if checkpoint.family.support == HEAD_ONLY:
@@ -89,9 +89,6 @@ class _Conversion:
         for name, tensor in checkpoint.tensors.items():
             if name == T2D:
                 self.left_out[tensor.source] = "checked against d2t, which says the same"
-            elif head_only and not is_head(name):
-                for origin in tensor.sources:
-                    self.left_out[origin] = "backbone tensor (--head-only)"
             else:
                 self.tensors[name] = tensor
 

@@ -47,7 +47,7 @@ def load_head(
         FileNotFoundError, ValueError: as open_checkpoint; or no LM head and no target; or NaN weights.
     """
     dtype = None if dtype is None else dtype_name("dtype", dtype)  # refused before any file is opened
-    checkpoint = open_checkpoint(path, target, borrow=(LM_HEAD,))
+    checkpoint = open_checkpoint(path, target, head_only=True)
     if LM_HEAD not in checkpoint:
         raise ValueError(
             f"{LM_HEAD}: {checkpoint.path} stores no LM head; pass target=, the directory of the target model"

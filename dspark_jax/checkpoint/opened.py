@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,7 @@ def read_draft_to_target(tensors: Mapping[str, Tensor], vocab_size: Any) -> np.n
 def open_checkpoint(
     path: str | os.PathLike[str],
     target: str | os.PathLike[str] | None = None,
-    borrow: Collection[str] = (EMBEDDING, LM_HEAD),
+    head_only: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint: detect its family, map every tensor name, resolve its config against the shapes.
 
@@ -132,7 +132,7 @@ def open_checkpoint(
     Args:
         path: a directory with config.json, or one safetensors file or index beside a config.json.
         target: the target's directory, which supplies a missing embedding or LM head.
-        borrow: which of the two it may supply; the shards of others are not opened.
+        head_only: leave the backbone out; shards without head tensors need not be there.
 
     Raises:
         FileNotFoundError: a file or shard is missing.
@@ -155,11 +155,15 @@ def open_checkpoint(
     except ValueError as error:
         raise ValueError(f"{path}: {_listed([str(error), *mapped.problems])}") from None
     problems, left_out, notes = list(mapped.problems), dict(mapped.left_out), []
+    if head_only:
+        for name in [name for name in mapped.sources if not is_head(name)]:
+            for source in filter(None, (mapped.sources.pop(name), mapped.scales.pop(name, None))):
+                left_out[source] = "backbone tensor (head only)"
     tensors = _own_tensors(files, mapped, raw, problems, left_out)
     if target is not None:
         if not os.path.isdir(target):
             raise FileNotFoundError(f"{os.fspath(target)}: no such target directory")
-        problems += _borrow(tensors, target, borrow, flat)
+        problems += _borrow(tensors, target, {LM_HEAD} if head_only else {LM_HEAD, EMBEDDING}, flat)
     if family.name == "torchspec" and D2T in tensors:
         notes.append("TorchSpec's exporter is known to cut lm_head by offsets as if they were ids: check acceptance")
     problems += resolve.resolve_head(flat, {name: tensor.shape for name, tensor in tensors.items()})
@@ -203,10 +207,10 @@ def _own_tensors(
 
 
 def _borrow(
-    tensors: dict[str, Tensor], target: str | os.PathLike[str], wanted: Collection[str], flat: dict[str, Any]
+    tensors: dict[str, Tensor], target: str | os.PathLike[str], wanted: set[str], flat: dict[str, Any]
 ) -> list[str]:
     """Add what the drafter lacks from the target; return one sentence per misfit."""
-    if set(wanted) <= set(tensors):
+    if wanted <= set(tensors):
         return []
     try:
         raw, found = find_in_target(target)

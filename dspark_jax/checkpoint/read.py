@@ -71,7 +71,7 @@ class TensorFiles(Files):
     def __getitem__(self, name: str) -> TensorInfo:
         shard = self._shard_of[name]
         if shard not in self._headers:
-            self._headers[shard] = self._open_shard(shard)
+            self._headers[shard] = self._open_shard(shard, name)
         return self._headers[shard][name]
 
     @property
@@ -82,12 +82,12 @@ class TensorFiles(Files):
     def _file(self, shard: str) -> str:
         return os.path.join(self.directory, shard)
 
-    def _open_shard(self, shard: str) -> dict[str, TensorInfo]:
+    def _open_shard(self, shard: str, wanted: str) -> dict[str, TensorInfo]:
         path = self._file(shard)
         listed = {name for name, file in self._shard_of.items() if file == shard}
         if not os.path.exists(path):
             raise FileNotFoundError(
-                f"{path}: missing shard; the index places {len(listed)} tensors in it, {some(listed)}"
+                f"{path}: missing shard; the index places {wanted} in it, and {len(listed) - 1} other tensors"
             )
         header = read_header(path)
         if missing := listed - set(header):

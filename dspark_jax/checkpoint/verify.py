@@ -11,7 +11,6 @@ import numpy as np
 
 from .hub import local_path
 from .load import build_head
-from .names import LM_HEAD
 from .opened import Checkpoint, open_checkpoint
 from .torch_reference import TorchHead, TorchSource
 from .write import MANIFEST, digest
@@ -163,7 +162,7 @@ def _draft(
     cast = {"bf16": torch.bfloat16, "f32": torch.float32}.get(str(manifest.get("dtype")))
     reference = TorchHead(source, target, lambda tensor: tensor if cast is None else tensor.to(cast))
     if target is not None:
-        checkpoint = open_checkpoint(checkpoint.path, target, borrow=(LM_HEAD,))
+        checkpoint = open_checkpoint(checkpoint.path, target, head_only=True)
     head = build_head(checkpoint, "float32")
     rng, steps = np.random.default_rng(seed), config.max_steps
     hidden = rng.standard_normal((blocks, steps, config.hidden_size)).astype(np.float32)
