@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import CHECKPOINTS, GOLDENS
-from tiny import build_drafter, drafter_weights, make_drafter, make_target, raw_config
+from tiny import build_drafter, drafter_weights, make_drafter, make_pair, make_target, raw_config
 
 from dspark_jax import (
     CostTable,
@@ -37,8 +37,8 @@ def trained():
 
 @pytest.fixture(scope="module")
 def tiny():
-    """A random target of two layers and a drafter of one."""
-    return make_target(num_hidden_layers=2), make_drafter(**SMALL)
+    """A random target of two layers and a drafter of one, which drafts well."""
+    return make_pair()
 
 
 def recorded(kind):
@@ -63,6 +63,7 @@ def test_dense_greedy_decoding_equals_the_reference_round_by_round(kind, trained
         assert run["matches_target_greedy"]
         new = run["output_ids"][len(run["prompt_ids"]) :]
         assert tokens[: len(new)].tolist() == new
+        assert len(tokens) == 72
         # The reference stops at the round that reaches 64 tokens, this run goes on a little.
         assert lengths[: len(run["acceptance_lengths"])].tolist() == run["acceptance_lengths"]
         rounds += len(run["acceptance_lengths"])
@@ -97,6 +98,12 @@ def test_plain_and_speculative_decoding_agree_on_random_models(tiny):
         for found, expected in zip(out.tokens, own.tokens, strict=True):
             np.testing.assert_array_equal(found, expected)
         assert out.finish_reason == ["length"] * 4
+        steps = options.get("num_speculative_tokens", 5)
+        if "min_confidence" not in options:
+            assert (out.num_draft[out.active] == steps).all()
+            assert {0, 1, 2} <= set(out.num_accepted[out.active].tolist())
+        else:
+            assert set(out.num_draft[out.active].tolist()) > {0, 5}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -211,11 +218,14 @@ def test_a_new_request_in_a_used_row_is_as_good_as_alone(tiny):
         state, _ = loop.speculative_round(target, drafter, state, None, None, options=options)
     fresh, first = start(target, drafter, prompts[:1], options, max_new_tokens=12, capacity=64)
     state = loop.replace_rows(state, np.array([1], np.int32), fresh)
-    tokens = np.asarray(first)[0].tolist()
+    tokens, confidence = np.asarray(first)[0].tolist(), []
     while bool(state.active[1]):
         state, done = loop.speculative_round(target, drafter, state, None, None, options=options)
         tokens += [token for token in np.asarray(done.tokens)[1].tolist() if token >= 0]
-    assert tokens == generate(target, None, prompts[:1], max_new_tokens=12, capacity=64).tokens[0].tolist()
+        confidence.append(np.asarray(done.confidence_logits)[1])
+    alone = generate(target, drafter, prompts[:1], max_new_tokens=12, capacity=64)
+    assert tokens == alone.tokens[0].tolist()
+    np.testing.assert_allclose(confidence, alone.confidence_logits[:, 0], atol=1e-4)
 
 
 def test_1000_rounds_without_a_new_trace_or_growth(tiny):
@@ -242,7 +252,7 @@ def test_target_without_finite_logits_ends_its_request_and_no_other(tiny, specul
         weights = drafter_weights(raw)
         cut = {name: weights[name][:36] for name in ("lm_head.weight", "markov_head.markov_w2.weight")}
         drafter = build_drafter(raw, weights | cut | {"d2t": np.zeros(36, np.int64)})
-    broken = make_target(num_hidden_layers=2)
+    broken, _ = make_pair()
     table = np.array(broken.embed_tokens[...])
     table[36] = np.nan
     broken.embed_tokens[...] = table

@@ -135,6 +135,24 @@ def make_target(seed: int = 0, **fields: Any) -> Qwen3Target:
     return build_target(raw, target_weights(raw, seed))
 
 
+def make_pair(**fields: Any) -> tuple[Qwen3Target, Drafter]:
+    """Build a target of two layers and a drafter of one that drafts well: both are close to one bigram table."""
+    raw = target_config(num_hidden_layers=2, **fields)
+    weights = target_weights(raw, sharpness=3.0)
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] *= np.float32(0.25)
+    small = raw_config(num_hidden_layers=1, target_layer_ids=[-1, 0], num_target_layers=2, **fields)
+    drafter = drafter_weights(small, target_hidden=raw["hidden_size"])
+    embedding = weights["embed_tokens.weight"]
+    normed = embedding / np.sqrt((embedding**2).mean(axis=1, keepdims=True)) * weights["norm.weight"]
+    drafter["lm_head.weight"] *= np.float32(0.1)
+    drafter["markov_head.markov_w1.weight"], drafter["markov_head.markov_w2.weight"] = normed, weights["lm_head.weight"]
+    width = small["hidden_size"] + normed.shape[1]
+    drafter["confidence_head.proj.weight"] = np.random.default_rng(9).standard_normal((1, width)).astype(np.float32) / 2
+    return build_target(raw, weights), build_drafter(small, drafter)
+
+
 def write_model(directory: pathlib.Path, raw: dict[str, Any], weights: Weights, prefix: str = "") -> pathlib.Path:
     """Write config.json and model.safetensors; `prefix` goes before every name but lm_head's."""
     directory.mkdir(parents=True, exist_ok=True)
