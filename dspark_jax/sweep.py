@@ -214,6 +214,7 @@ def _row(k: int | None, counts: Counts, dense: Counts) -> dict[str, Any]:
         "minus_dense_low": less_low,
         "minus_dense_high": less_high,
         "conditional": counts.conditional,
+        "reached": counts.reached.tolist(),
         "rounds": int(counts.rounds.sum()),
     }
 

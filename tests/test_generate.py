@@ -1,8 +1,11 @@
 """The decoding loop: greedy output is the target's own, requests do not depend on each other, bad input is refused."""
 
+import dataclasses
 import json
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import CHECKPOINTS, GOLDENS
@@ -12,6 +15,7 @@ from dspark_jax import (
     CostTable,
     DraftSampling,
     PrefixScheduler,
+    Target,
     TargetFilter,
     ThresholdPolicy,
     generate,
@@ -315,3 +319,39 @@ def test_taps_beyond_the_targets_depth_are_refused():
     drafter = make_drafter(**SMALL | {"target_layer_ids": [0, 5], "num_target_layers": None})
     with pytest.raises(ValueError, match=r"drafter target_layer_ids: found \[0, 5\], expected layers below"):
         generate(make_target(), drafter, [[1]], max_new_tokens=2)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class BigramTarget:
+    """The smallest target: next-token logits from a table, taps that say which token stood there, nothing to cache."""
+
+    table: jax.Array
+    vocab_size: int = 37
+    hidden_size: int = 10
+    num_layers: int = 2
+    max_length: int | None = None
+
+    def make_cache(self, batch, capacity):
+        return jnp.zeros((batch, 1))
+
+    def forward(self, tokens, start, cache, taps):
+        rows = self.table[tokens]
+        return rows, jnp.tile(rows[..., : self.hidden_size], len(taps)), cache
+
+    def logits(self, hidden):
+        return hidden
+
+
+def test_any_target_behind_the_protocol_will_do(tiny):
+    target = BigramTarget(jax.random.normal(jax.random.key(0), (37, 37)))
+    assert isinstance(target, Target)
+    prompts = ragged_prompts(4)
+    out = generate(target, tiny[1], prompts, max_new_tokens=9, capacity=64)
+    best = np.asarray(target.table.argmax(axis=1))
+    for prompt, tokens in zip(prompts, out.tokens, strict=True):
+        expected, last = [], prompt[-1]
+        for _ in range(9):
+            last = int(best[last])
+            expected.append(last)
+        assert tokens.tolist() == expected
