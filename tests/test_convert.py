@@ -285,6 +285,34 @@ def test_where_embedding_and_head_came_from(tmp_path):
     assert convert(make("deepspec-vanilla", tmp_path), tmp_path / "d")["tensors"]["lm_head.weight"]["origin"] == "draft"
 
 
+def test_a_stored_copy_is_compared_with_the_target(tmp_path):
+    target = make("target", tmp_path)
+    manifest = convert(make("deepspec-vanilla", tmp_path), tmp_path / "other", target=target)
+    assert [note.split(":")[0] for note in manifest["notes"]] == ["embed_tokens.weight", "lm_head.weight"]
+    stored = read_file(target / "model-00002-of-00002.safetensors")["lm_head.weight"]
+    path = change_tensors(tmp_path / "deepspec-vanilla", lambda t: t.update({"lm_head.weight": stored}))
+    manifest = convert(path, tmp_path / "same", target=target, head_only=True)
+    assert manifest["notes"] == []
+    path = make("speculators-reduced", tmp_path)
+    ids = load_head(path).target_ids
+    rows = ("BF16", stored[1][np.asarray(ids)])
+    assert convert(path, tmp_path / "a", target=target, head_only=True)["notes"] != []
+    change_tensors(path, lambda t: t.update({"lm_head.weight": rows}))
+    assert convert(path, tmp_path / "b", target=target, head_only=True)["notes"] == []
+
+
+def test_a_calibration_goes_along(tmp_path):
+    source = make("deepspec-vanilla", tmp_path)
+    (source / "calibration.json").write_text(json.dumps({"temperatures": [1.0, 1.5, 2.0, 1.0, 1.0]}))
+    convert(source, tmp_path / "out")
+    assert load_head(tmp_path / "out").calibration == load_head(source).calibration
+    assert load_head(source).calibration.temperatures[1] == 1.5
+    (source / "calibration.json").write_text("[]")
+    with pytest.raises(ValueError, match="calibration"):
+        convert(source, tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+
+
 # ---- all or nothing ------------------------------------------------------------------------------------------------
 
 

@@ -112,6 +112,16 @@ def test_wrong_dtypes_are_refused(tmp_path):
         load_head(path)
 
 
+def test_float16_does_not_overflow_silently(tmp_path):
+    def change(tensors):
+        tensors[W1] = ("BF16", np.full((V, R), 1e5, ml_dtypes.bfloat16))
+
+    path = change_tensors(make("deepspec-vanilla", tmp_path), change)
+    with pytest.raises(ValueError, match=rf"{W1}: holds 99840, expected at most 65504 for dtype float16"):
+        load_head(path, dtype="float16")
+    assert np.isfinite(np.asarray(load_head(path, dtype="float32").markov.markov_w1)).all()
+
+
 def test_loaded_arrays_do_not_alias_the_file(tmp_path):
     path = make("deepspec-vanilla", tmp_path)
     file = path / "model.safetensors"
@@ -393,6 +403,8 @@ def test_softcap_and_scale_are_read_cases_19_20(tmp_path):
 def test_without_an_lm_head_the_error_says_what_to_do(tmp_path):
     with pytest.raises(ValueError, match=r"lm_head\.weight: .*specforge stores no LM head; pass target="):
         load_head(make("specforge", tmp_path))
+    with pytest.raises(ValueError, match=r"target model \(the config names 'org/target'\)"):
+        load_head(make("speculators-full", tmp_path))
 
 
 def test_only_shards_with_head_tensors_are_needed(tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from ..calibration import FILE_NAME as CALIBRATION
+from ..calibration import find_calibration
 from ..config import check_choice, invalid
 from . import orbax_tree
 from .families import HEAD_ONLY
@@ -17,6 +20,7 @@ from .names import D2T, EMBEDDING, LM_HEAD, T2D
 from .normal_form import explicit_config
 from .opened import Checkpoint, open_checkpoint
 from .progress import Progress
+from .target import differs_from_target, find_in_target
 from .tensor import Tensor
 from .write import MANIFEST, appearing_directory, check_destination, digest, write_json, write_safetensors
 
@@ -71,11 +75,17 @@ def convert(
     ):
         raise invalid("destination", destination, "a directory that does not hold the source")
     checkpoint = open_checkpoint(path, target, head_only=head_only)
-    checkpoint.draft_to_target()  # checks d2t against t2d before anything is written
+    ids = checkpoint.draft_to_target()  # checked against t2d before anything is written
     if not head_only:
         if checkpoint.family.support == HEAD_ONLY:
             raise ValueError(f"{checkpoint.path}: family {checkpoint.family.name}: {checkpoint.family.note}")
         checkpoint.check_backbone()
+    if target is not None:
+        found = find_in_target(target)[1]
+        for name in sorted({LM_HEAD, EMBEDDING} & set(checkpoint.tensors)):
+            tensor = checkpoint.tensors[name]
+            if tensor.origin == "draft" and differs_from_target(tensor, found, ids):
+                checkpoint.notes.append(f"{name}: differs from the target's, of which drafters store a frozen copy")
     return _Conversion(checkpoint, format, dtype, head_only).write(os.fspath(source), destination, progress)
 
 
@@ -107,6 +117,8 @@ class _Conversion:
             digests = self._write_orbax(directory) if self.format == "orbax" else self._write_safetensors(directory)
             manifest = self._manifest(source, config, no_backbone, digests)
             write_json(os.path.join(directory, "config.json"), config)
+            if find_calibration(self.checkpoint.path) is not None:
+                shutil.copy(os.path.join(self.checkpoint.directory, CALIBRATION), directory)
             write_json(os.path.join(directory, MANIFEST), manifest)
         return manifest
 
@@ -167,6 +179,7 @@ class _Conversion:
                 sources |= {origin: {"to": name} for origin in tensor.sources}
         sources |= {origin: {"left_out": reason} for origin, reason in self.left_out.items()}
         wanted = [LM_HEAD] if self.head_only else [EMBEDDING, LM_HEAD]
+        how = HOW_TO_SUPPLY + self.checkpoint.named_target
         floats = [t for t in self.tensors.values() if DTYPE_NAMES[t.dtype] in _FLOATS]
         return {
             "made_by": f"dspark_jax {__version__}",
@@ -180,7 +193,7 @@ class _Conversion:
             "backbone": "left out" if self.head_only else no_backbone or "supported",
             "tensors": tensors,
             "sources": sources,
-            "missing": {name: HOW_TO_SUPPLY for name in wanted if name not in self.tensors},
+            "missing": {name: how for name in wanted if name not in self.tensors},
             "notes": self.checkpoint.notes,
             "parameters": sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in floats),
         }

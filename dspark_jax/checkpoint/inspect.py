@@ -115,7 +115,7 @@ def _tensors(checkpoint: Checkpoint) -> str:
 def _origin(checkpoint: Checkpoint, name: str) -> str:
     if name in checkpoint:
         return f"{checkpoint.tensors[name].origin}, {list(checkpoint.shapes[name])}"
-    return "missing: give --target, the target's directory"
+    return f"missing: give --target, the target's directory{checkpoint.named_target}"
 
 
 def _left_out(checkpoint: Checkpoint) -> list[str]:

@@ -51,6 +51,7 @@ def load_head(
     if LM_HEAD not in checkpoint:
         raise ValueError(
             f"{LM_HEAD}: {checkpoint.path} stores no LM head; pass target=, the directory of the target model"
+            f"{checkpoint.named_target}"
         )
     return build_head(checkpoint, dtype, sharding)
 
@@ -107,6 +108,8 @@ class _Placer:
 
     def place(self, name: str, array: np.ndarray) -> jax.Array:
         dtype = array.dtype if self.dtype is None or array.dtype.kind == "i" else self.dtype
+        if dtype == np.float16 and array.dtype != dtype:
+            refuse_overflow(name, array)
         sharding = self.sharding
         if isinstance(sharding, Mapping):
             sharding = sharding.get(name)
@@ -119,6 +122,15 @@ class _Placer:
         return jax.make_array_from_callback(
             array.shape, sharding, lambda index: np.array(array[index], dtype, order="C")
         )
+
+
+def refuse_overflow(name: str, array: np.ndarray) -> None:
+    """Refuse weights that float16 cannot hold."""
+    flat, top = array.reshape(-1), float(np.finfo(np.float16).max)
+    for start in range(0, flat.size, CHUNK):
+        largest = float(np.abs(flat[start : start + CHUNK].astype(np.float32)).max())
+        if largest > top:
+            raise ValueError(f"{name}: holds {largest:g}, expected at most {top:g} for dtype float16")
 
 
 def refuse_nan(name: str, array: np.ndarray) -> None:

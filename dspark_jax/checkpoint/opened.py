@@ -47,6 +47,11 @@ class Checkpoint:
     notes: list[str]
 
     @property
+    def directory(self) -> str:
+        """The directory that holds config.json."""
+        return self.path if os.path.isdir(self.path) else os.path.dirname(self.path) or "."
+
+    @property
     def names(self) -> list[str]:
         """Canonical names of all tensors, in order."""
         return sorted(self.tensors)
@@ -65,6 +70,14 @@ class Checkpoint:
     def origins(self) -> dict[str, str]:
         """Canonical name -> "draft", "target" or "target, tied to the embedding"."""
         return {name: tensor.origin for name, tensor in self.tensors.items()}
+
+    @property
+    def named_target(self) -> str:
+        """What the config says of the target, as an addition to a message: " (the config names X)", or nothing."""
+        config = self.raw.get("speculators_config")
+        verifier = config.get("verifier") if isinstance(config, Mapping) else None
+        name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+        return f" (the config names {name!r})" if isinstance(name, str) else ""
 
     @property
     def missing(self) -> list[str]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from ..config import read_json_config
 from .header import some
 from .names import EMBEDDING, LM_HEAD
 from .read import TensorFiles
+from .tensor import Tensor, make_tensor
 
 # Exact names under which targets store the two matrices; multimodal wrappers nest the language model.
 LM_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "head.weight")
@@ -57,6 +61,28 @@ def find_in_target(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], Fou
     else:
         raise ValueError(f"{os.fspath(path)}: holds neither LM head nor embedding; its tensors are {some(files, 5)}")
     return text, found
+
+
+def differs_from_target(tensor: Tensor, found: Found, ids: np.ndarray | None) -> bool | None:
+    """Say whether a drafter's own embedding or LM head differs from the target's; None if that cannot be read.
+
+    Args:
+        tensor: the drafter's.
+        found: what find_in_target found.
+        ids: target ids of a reduced draft vocabulary, whose rows an LM head holds.
+    """
+    if tensor.name not in found:
+        return None
+    files, source, _ = found[tensor.name]
+    if not files.available(source):
+        return None
+    theirs = make_tensor(tensor.name, files, source, None, "target", None)
+    if ids is not None and tensor.name == LM_HEAD:
+        theirs = dataclasses.replace(theirs, shape=(len(ids), *theirs.shape[1:]), transform="rows", select=ids)
+    if (tensor.shape, tensor.dtype) != (theirs.shape, theirs.dtype):
+        return True
+    pairs = zip(tensor.chunks(), theirs.chunks(), strict=True)
+    return not all(a.tobytes() == b.tobytes() for a, b in pairs)
 
 
 def _one_of(files: TensorFiles, names: tuple[str, ...]) -> str | None:

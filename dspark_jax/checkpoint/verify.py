@@ -75,9 +75,9 @@ def verify(
         ValueError, FileNotFoundError: one of the two cannot be read.
     """
     target = None if target is None else os.fspath(target)
-    torch_source = TorchSource(local_path(source))
     checkpoint = open_checkpoint(destination)
     manifest = _read_manifest(checkpoint.path)
+    torch_source = TorchSource(local_path(source, head_only=manifest.get("head_only") is True))
     problems = _account(torch_source, manifest) + _compare_facts(torch_source, checkpoint)
     problems += _compare_tensors(torch_source, checkpoint, manifest, target)
     return _draft(torch_source, checkpoint, manifest, target, problems, blocks, seed)
