@@ -23,8 +23,9 @@ from .records import Records
 
 FILE_NAME = "calibration.json"
 BINS = 15
-# From 1/16 to 16 in steps of 2.3%; 1 is among them, so that calibration never makes the fitted records worse.
-GRID = np.exp(np.linspace(-math.log(16), math.log(16), 241))
+# From 1/4 to 4 in steps of 1.2%. 1 is among them, so that a step never gets worse on the records it is fitted on; where
+# survival is rare, wider grids would end at their edges on a gain that is noise.
+GRID = np.exp(np.linspace(-math.log(4), math.log(4), 241))
 
 
 @dataclasses.dataclass(frozen=True)

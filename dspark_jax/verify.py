@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .config import check_choice, check_int, invalid
+from .config import METHODS, check_choice, check_int, invalid
 from .distributions import Target, draft_distribution
-from .entry import as_array, coerce_floats, coerce_ids, coerce_sampling
+from .entry import coerce_floats, coerce_ids, coerce_sampling
 from .sampling import ACCEPT, RESIDUAL, choose, gumbel_from_bits, noise_bits, row_is_valid, uniform_from_bits
 from .target_filter import TargetFilter, coerce_filter
 from .types import DraftBlock, DraftSampling
+from .verify_inputs import coerce_num_draft, coerce_q, coerce_stop
 
 RULES = ("token", "target_only")
 TRACES = {"verify": 0}  # counts traces; tests hold verify_block to one per static signature
@@ -196,6 +197,7 @@ def verify_block(
     check_choice("rule", rule, RULES)
     if not isinstance(block, DraftBlock):
         raise invalid("block", type(block).__name__, "a DraftBlock (draft_block returns one)")
+    check_choice("block.method", block.method, METHODS)
     if chunk_size is not None:
         chunk_size = check_int("chunk_size", chunk_size, 1)
     tokens = coerce_ids("block.tokens", block.tokens, (None, None), "[B, S]")
@@ -206,51 +208,15 @@ def verify_block(
         block,
         tokens=tokens,
         num_draft=coerce_ids("block.num_draft", block.num_draft, (B,), "[B]"),
+        valid=jnp.ones((B,), bool),  # not read: num_draft ends before the first invalid step
         confidence_logits=None,
-        **_coerce_q(block, (S, B, V), rule),
+        **coerce_q(block, (S, B, V), rule),
     )
     if sampling is None:
         if block.method == "probabilistic":
             raise invalid("sampling", None, "the DraftSampling that the probabilistic block was drafted with")
         zeros = np.zeros(B, np.int32)
         sampling = DraftSampling(zeros.astype(np.float32), zeros.astype(np.uint32), zeros)  # type: ignore[arg-type]
-    draw, limit = coerce_sampling(sampling, B), _coerce_num_draft(num_draft, block.num_draft, B)
-    rest = (logits, draw, limit, coerce_filter(target_filter, B, S + 1, V), _coerce_stop(stop_ids, B))
+    draw, limit = coerce_sampling(sampling, B), coerce_num_draft(num_draft, block.num_draft, B)
+    rest = (logits, draw, limit, coerce_filter(target_filter, B, S + 1, V), coerce_stop(stop_ids, B))
     return _verify_jitted(block, rest, rule=rule, chunk_size=chunk_size)
-
-
-def _coerce_q(block: DraftBlock, shape: tuple[int, int, int], rule: str) -> dict[str, Any]:
-    """Keep of a block's logits and candidates what the rule reads; refuse a block without it."""
-    fields: dict[str, Any] = {"logits": None, "candidate_ids": None, "candidate_logits": None}
-    if rule == "target_only" or block.method == "greedy":
-        return fields
-    if block.candidate_ids is not None and block.candidate_logits is not None:
-        S, B, _ = shape
-        ids = coerce_ids("block.candidate_ids", block.candidate_ids, (S, B, None), "[S, B, k]")
-        logits = coerce_floats("block.candidate_logits", block.candidate_logits, ids.shape, "[S, B, k]")
-        return fields | {"candidate_ids": ids, "candidate_logits": logits}
-    if block.logits is None:
-        need = 'a probabilistic block drafted with outputs="logits" or "candidates" (rule="target_only" needs neither)'
-        raise invalid("block.logits", None, need)
-    return fields | {"logits": coerce_floats("block.logits", block.logits, shape, "[S, B, V]")}
-
-
-def _coerce_num_draft(value: Any, of_block: jax.Array, batch: int) -> jax.Array:
-    if value is None:
-        return of_block
-    array = as_array("num_draft", value)
-    if array.ndim == 0:
-        array = jnp.broadcast_to(jnp.asarray(array), (batch,))
-    return coerce_ids("num_draft", array, (batch,), "[B]")
-
-
-def _coerce_stop(value: Any, batch: int) -> jax.Array | None:
-    if value is None:
-        return None
-    array = as_array("stop_ids", value)
-    if array.size == 0:
-        return None
-    if array.ndim == 1:
-        array = np.broadcast_to(array, (batch, array.shape[0])) if isinstance(array, np.ndarray) else array
-        array = jnp.broadcast_to(array, (batch, array.shape[0])) if isinstance(array, jax.Array) else array
-    return coerce_ids("stop_ids", array, (batch, None), "[n] or [B, n]")
