@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from fixture_checkpoints import change_config, change_tensors, fixtures, make, read_file
+from fixture_checkpoints import change_config, change_tensors, fixtures, header_file, make, read_file
 from helpers import TESTS
 
 import dspark_jax
@@ -126,6 +126,21 @@ def test_orbax_trees_convert_back(tmp_path):
     convert(source, tmp_path / "straight")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's threads
+def test_damaged_orbax_trees_are_errors(tmp_path):
+    pytest.importorskip("orbax.checkpoint", reason="Orbax trees need the orbax extra")
+    out = tmp_path / "out"
+    convert(make("deepspec-vanilla", tmp_path), out, format="orbax", head_only=True)
+    shutil.copytree(out, tmp_path / "other")
+    shutil.rmtree(tmp_path / "other" / "d")
+    with pytest.raises(ValueError, match=r"other: (not a readable Orbax|\S+ cannot be restored)"):
+        load_head(tmp_path / "other")
+    for damage in ("", "{", "[]", '{"tree_metadata": 3}'):
+        (out / "_METADATA").write_text(damage)
+        with pytest.raises(ValueError, match=r"out: not a readable Orbax checkpoint"):
+            load_head(out)
 
 
 def test_large_leaves_are_written_in_blocks(tmp_path, monkeypatch):
@@ -311,6 +326,42 @@ def test_a_calibration_goes_along(tmp_path):
     with pytest.raises(ValueError, match="calibration"):
         convert(source, tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_tensors(tmp_path):
+    """Two matrices of 134 MB, and a peak that exceeds the imports' by a few parts of one."""
+    wide, rows = 1024, 65536
+    config = json.loads((make("deepspec-dflash", tmp_path, layers=1) / "config.json").read_text())
+    shapes = {
+        name: array.shape for name, (_, array) in read_file(tmp_path / "deepspec-dflash" / "model.safetensors").items()
+    }
+    shapes |= {"embed_tokens.weight": (rows, wide), "lm_head.weight": (rows, wide)}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        shape = tuple(wide if n == H else 3 * wide if n == 3 * H else n for n in shape)
+        if name.endswith(("q_proj.weight", "o_proj.weight")):
+            shape = (H, wide) if "q_proj" in name else (wide, H)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end := end + 2 * int(np.prod(shape))]}
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": rows, "hidden_size": wide}))
+    file = header_file(source / "model.safetensors", header)
+    os.truncate(file, file.stat().st_size + end)  # a sparse file: zeros that take no disk
+    code = """
+import resource, sys
+from dspark_jax.checkpoint import convert
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert(sys.argv[1], sys.argv[2], dtype=sys.argv[3])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS.parent)}
+    for dtype, parts in (("keep", 1), ("f32", 2)):
+        command = [sys.executable, "-c", code, source, tmp_path / dtype, dtype]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        assert int(result.stdout) < 100_000 * parts, result.stdout  # KiB
+        assert (tmp_path / dtype / "model.safetensors").stat().st_size > parts * 2.5e8
+        shutil.rmtree(tmp_path / dtype)
 
 
 # ---- all or nothing ------------------------------------------------------------------------------------------------

@@ -68,6 +68,15 @@ def test_right_conversions_pass(tmp_path, fixture):
     assert report.confidence_error is not None
 
 
+def test_pytorch_reads_the_result(tmp_path):
+    from safetensors.torch import load_file
+
+    source, out = fixture_and_result(tmp_path, "deepspec-gated")
+    before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.mark.parametrize("options", [{"format": "orbax"}, {"dtype": "f32"}, {"dtype": "bf16"}, {"head_only": True}])
 def test_every_kind_of_result_passes(tmp_path, options):
     if options.get("format") == "orbax":

@@ -134,11 +134,14 @@ class OrbaxFiles(Files):
         self.path = os.path.abspath(path)
         self._ocp = require("orbax.checkpoint", "orbax", "writing and reading Orbax trees")
         self._last: tuple[str, np.ndarray] | None = None
-        with self._ocp.StandardCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(self.path)
+        try:
+            with self._ocp.StandardCheckpointer() as checkpointer:
+                metadata = checkpointer.metadata(self.path)
+        except Exception as error:  # a damaged directory makes Orbax raise whatever its parsers do
+            raise ValueError(f"{path}: not a readable Orbax checkpoint ({str(error)[:200]})") from None
         tree = getattr(getattr(metadata, "item_metadata", metadata), "tree", None)
         if not isinstance(tree, Mapping):
-            raise ValueError(f"{path}: an Orbax checkpoint without a tree of arrays")
+            raise ValueError(f"{path}: not a readable Orbax checkpoint (no tree of arrays)")
         self._paths: dict[str, tuple[str, ...]] = {}
         self._infos: dict[str, TensorInfo] = {}
         for keys, leaf in _leaves(tree):
@@ -195,8 +198,11 @@ class OrbaxFiles(Files):
         for key in reversed(path):
             item, restore = {key: item}, {key: restore}
         args = ocp.args.PyTreeRestore(item=item, restore_args=restore, partial_restore=True)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.restore(self.path, args=args)
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                tree = checkpointer.restore(self.path, args=args)
+        except Exception as error:  # missing or damaged files: Orbax and TensorStore raise many kinds
+            raise ValueError(f"{self.path}: {name} cannot be restored ({str(error)[:200]})") from None
         for key in path:
             tree = tree[key]
         array = np.asarray(tree)
