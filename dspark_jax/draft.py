@@ -118,13 +118,13 @@ def _confidence(head: DSparkHead, hidden: jax.Array | None, prev: jax.Array) -> 
     """Return confidence logits float32 [S, B] for previous tokens [S, B]; None without a head or hidden states."""
     if head.confidence is None or hidden is None:
         return None
-    with_markov = head.config.confidence_head_with_markov
-    return head.confidence(hidden, head.markov.embed(prev) if with_markov else None)
+    read = head.markov if head.config.confidence_head_with_markov else None
+    return head.confidence(hidden, None if read is None else read.embed(prev))
 
 
 def _num_draft(valid: jax.Array, confidence: jax.Array | None, min_confidence: jax.Array | None) -> jax.Array:
     """Return int32 [B]: steps before the first that is invalid or whose confidence is below the threshold."""
     go_on = valid
-    if min_confidence is not None:
+    if min_confidence is not None and confidence is not None:
         go_on &= jax.nn.sigmoid(confidence) >= min_confidence
     return jnp.cumprod(go_on.astype(jnp.int32), axis=0).sum(axis=0)

@@ -48,7 +48,7 @@ def take_steps(
     head: DSparkHead,
     rows: Rows,
     anchor: jax.Array,
-    hidden: jax.Array | None,
+    hidden: Any,
     draw: DraftSampling | None,
     *,
     keep: bool,
@@ -65,7 +65,8 @@ def take_steps(
     args = (head, rows, anchor, hidden, draw)
     kernel = "dense_step" if rows.draft_ids is None else "walk"
     plain = partial(in_xla, *args, keep=keep, dtype=dtype)
-    if head.markov is None or not dispatch.addressable(rows.base, head.markov.markov_w1, head.markov.markov_w2):
+    markov = head.markov
+    if markov is None or not dispatch.addressable(rows.base, markov.markov_w1[...], markov.markov_w2[...]):
         return plain()
     fast = partial(in_kernels, *args, keep=keep, dtype=dtype)
     return dispatch.run(kernel, implementation, xla=plain, pallas=fast)
@@ -84,7 +85,7 @@ def in_xla(
     head: DSparkHead,
     rows: Rows,
     anchor: jax.Array,
-    hidden: jax.Array | None,
+    hidden: Any,
     draw: DraftSampling | None,
     *,
     keep: bool,
@@ -105,7 +106,8 @@ def in_xla(
         kept, logits = correct(kept, step, added)
         if rows.live is not None:
             logits = jnp.where(jnp.arange(n) < rows.live, logits, -jnp.inf)
-        token = _choose(logits, rows.ids if rows.draft_ids is None else rows.ids[step], step, draw)
+        ids = rows.ids if rows.ids is None or rows.ids.ndim == 1 else rows.ids[step]
+        token = _choose(logits, ids, step, draw)
         return (state, token, kept), (token, sampling.row_is_valid(logits))
 
     state = () if markov is None else markov.start(B)
@@ -144,16 +146,16 @@ def _choose(logits: jax.Array, ids: jax.Array | None, step: jax.Array, draw: Dra
     score = logits
     if draw is not None:
         # Without the barrier XLA hoists a [B, n] part of the generator out of the scan and keeps it.
-        draw, step = lax.optimization_barrier((draw, step))
+        held, step = lax.optimization_barrier((draw, step))
         named = jnp.arange(logits.shape[1], dtype=jnp.int32) if ids is None else ids
-        score = _score(logits, named, step, draw)
+        score = _score(logits, named, step, held)
     slot = sampling.choose(score, ids if ids is not None and ids.ndim == 2 else None)
     if ids is None:
         return slot
     return ids[slot] if ids.ndim == 1 else jnp.take_along_axis(ids, slot[:, None], axis=1)[:, 0]
 
 
-def _score(logits: jax.Array, ids: jax.Array, step: jax.Array, draw: DraftSampling) -> jax.Array:
+def _score(logits: jax.Array, ids: jax.Array, step: jax.Array, draw: Any) -> jax.Array:
     """Return what a draw maximises over rows [B, n] of target ids [B, n] or [n]; kernels call it on their blocks."""
     bits = sampling.noise_bits(draw.seed[:, None], draw.position[:, None], step, sampling.DRAFT, ids)
     return sampling.scores(logits, draw.temperature, bits)
@@ -163,7 +165,7 @@ def in_kernels(
     head: DSparkHead,
     rows: Rows,
     anchor: jax.Array,
-    hidden: jax.Array | None,
+    hidden: Any,
     draw: DraftSampling | None,
     *,
     keep: bool,

@@ -129,7 +129,8 @@ def lower(case: Case, target: gpu_compile.Target) -> jax.stages.Lowered:
         draw = DraftSampling(vector(jnp.float32), vector(jnp.uint32), vector(jnp.int32))
     buffer = None
     if k is not None and case.outputs == "logits":
-        buffer = DraftBuffer(target.array((S, B, V), DTYPE), target.array((S, B, k), jnp.int32))
+        shapes: Any = (target.array((S, B, V), DTYPE), target.array((S, B, k), jnp.int32))
+        buffer = DraftBuffer(*shapes)
     with target.lowering():
         if case.lm_head:
             fn = make_draft_fn(config, implementation=case.implementation)
@@ -151,6 +152,8 @@ def measure(case: Case, target: gpu_compile.Target, folder: pathlib.Path | None 
     """Compile a case and return its row of the report."""
     compiled = lower(case, target).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert memory is not None
     counted = hlo_report.report(text, RULES)
     path = None
     if folder is not None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 
-from hlo_report import BYTES, SECTOR, PallasCall, Rule, Shape
+from hlo_report import SECTOR, PallasCall, Rule
+from hlo_text import BYTES, Shape
 
 
 def _small(shapes: tuple[Shape, ...], big: int = 2) -> int:

@@ -15,7 +15,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
-from hlo_report import PallasCall, Shape
+from hlo_report import PallasCall
+from hlo_text import Shape
 from kernel_rules import RULES
 
 from dspark_jax.kernels import pick, step, walk

@@ -63,7 +63,6 @@ CASES = [
     ("vanilla", "float32", "float32", 2, 290, 300, None, True),
     ("gated", "float32", "float32", 3, 257, None, None, True),
     ("rnn", "bfloat16", "bfloat16", 3, 200, 150, None, False),
-    ("vanilla", "float32", "float32", 3, 300, None, 9, False),
     ("vanilla", "bfloat16", "bfloat16", 33, 389, 301, 37, True),
     ("vanilla", "float16", "float32", 1, 129, None, 64, True),
     ("gated", "bfloat16", "bfloat16", 3, 257, 200, 9, True),

@@ -32,7 +32,7 @@ def pick_kernel(
     x: jax.Array,
     k: int,
     groups: jax.Array | None = None,
-    size: int | None = None,
+    size: int = 1,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:

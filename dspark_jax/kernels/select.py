@@ -105,21 +105,18 @@ def _select(x: jax.Array, k: int, small: Callable[..., tuple[jax.Array, jax.Arra
         n = -(-V // size)
         padded = jnp.pad(to_keys(x), ((0, 0), (0, n * size - V)))  # key 0 is below every float
         _, groups = small(jnp.max(padded.reshape(R, n, size), axis=2), k)
-    keys, ids = small(x, k, groups, size)
+    keys, ids = small(x, k, groups, size or 1)
     # Ids ascend within equal keys, and the inverted keys are distinct from them: a sort of k pairs restores the order.
     inverted, ids = lax.sort((~keys, ids), dimension=1, num_keys=2)
     return to_values(~inverted, x.dtype), ids
 
 
-def pick_xla(
-    x: jax.Array, k: int, groups: jax.Array | None = None, size: int | None = None
-) -> tuple[jax.Array, jax.Array]:
+def pick_xla(x: jax.Array, k: int, groups: jax.Array | None = None, size: int = 1) -> tuple[jax.Array, jax.Array]:
     """Pick the k best columns of each row in XLA operations; see `pick.pick_kernel` for arguments and result."""
     R, n = x.shape
     if groups is None:
         keys, ids = x, lax.broadcasted_iota(jnp.int32, x.shape, 1)
     else:
-        assert size is not None
         # The last group may be short: it is read together with columns of the group before, which do not count again.
         start = jnp.minimum(groups * size, n - size)
         ids = start[:, :, None] + jnp.arange(size, dtype=jnp.int32)
