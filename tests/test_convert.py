@@ -445,9 +445,6 @@ def fake_hub(root, log):
     class EntryNotFoundError(Exception):
         pass
 
-    class HfHubHTTPError(OSError):
-        pass
-
     def hf_hub_download(repository, name, revision=None):
         log.append((name, revision))
         path = root / repository.replace("/", "--") / name
@@ -457,13 +454,18 @@ def fake_hub(root, log):
         cached.parent.mkdir(parents=True, exist_ok=True)
         return shutil.copy(path, cached)
 
-    errors = types.SimpleNamespace(EntryNotFoundError=EntryNotFoundError, HfHubHTTPError=HfHubHTTPError)
-    return types.SimpleNamespace(hf_hub_download=hf_hub_download, errors=errors)
+    modules = {
+        "huggingface_hub": types.SimpleNamespace(hf_hub_download=hf_hub_download),
+        "huggingface_hub.errors": types.SimpleNamespace(
+            EntryNotFoundError=EntryNotFoundError, HFValidationError=EntryNotFoundError
+        ),
+    }
+    return lambda module, *_: modules[module]
 
 
 def test_a_repository_id_fetches_what_is_needed(tmp_path, monkeypatch):
     log = []
-    monkeypatch.setattr(hub, "require", lambda *_: fake_hub(tmp_path, log))
+    monkeypatch.setattr(hub, "require", fake_hub(tmp_path, log))
     fixtures.deepseek_v4(tmp_path / "org--v4")
     manifest = convert("org/v4@main", tmp_path / "out", head_only=True)
     assert manifest["source"] == "org/v4@main"
@@ -476,8 +478,20 @@ def test_a_repository_id_fetches_what_is_needed(tmp_path, monkeypatch):
     log.clear()
     assert inspect("org/small")["family"].startswith("deepspec")
     assert [name for name, _ in log] == ["config.json", "model.safetensors.index.json", "model.safetensors"]
-    with pytest.raises(FileNotFoundError, match="org/none: 404"):
+    with pytest.raises(FileNotFoundError, match=r"org/none: no such directory, and no such repository \(404"):
         inspect("org/none")
+
+
+def test_the_real_hub_client_without_a_network(tmp_path):
+    pytest.importorskip("huggingface_hub", reason="repository ids need the hub extra")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    code = f"import sys; sys.path.insert(0, {str(TESTS.parent)!r}); from dspark_jax.cli import main; sys.exit(main())"
+    for source in ("nobody/nothing@v1", "no--body/x..y"):
+        command = [sys.executable, "-c", code, "inspect", source]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+        assert result.stderr.startswith(f"dspark-jax inspect: error: {source}: no such")
 
 
 def test_without_huggingface_hub_the_message_says_so(monkeypatch):

@@ -30,31 +30,33 @@ def local_path(source: str | os.PathLike[str], *, head_only: bool = False) -> st
     if match is None:
         raise FileNotFoundError(f"{source}: no such file or directory")
     purpose = f"{source}: no such directory; fetching it as a Hugging Face repository"
-    hub = require("huggingface_hub", "hub", purpose)
-    return _fetch(hub, match[1], match[2], head_only)
+    hub, errors = require("huggingface_hub", "hub", purpose), require("huggingface_hub.errors", "hub", purpose)
+    try:
+        return _fetch(hub, errors.EntryNotFoundError, match[1], match[2], head_only)
+    except (errors.HFValidationError, errors.EntryNotFoundError) as error:
+        raise FileNotFoundError(f"{source}: no such directory, and no such repository ({error})") from None
+    except ValueError:  # of the index that was fetched
+        raise
+    except Exception as error:  # network and server errors come from whichever client the hub uses
+        raise OSError(f"{source}: no such directory, and fetching the repository failed ({error})") from None
 
 
-def _fetch(hub: Any, repository: str, revision: str | None, head_only: bool) -> str:
-    missing = hub.errors.EntryNotFoundError
+def _fetch(hub: Any, missing: type[Exception], repository: str, revision: str | None, head_only: bool) -> str:
+    """Fetch config, index and the needed shards into the hub's cache; return the directory."""
 
     def get(name: str) -> str:
         return hub.hf_hub_download(repository, name, revision=revision)
 
+    config = get("config.json")
     try:
-        config = get("config.json")
-        try:
-            index = get(INDEX_FILE)
-        except missing:
-            get(SINGLE_FILE)
-            return os.path.dirname(config)
-        with open(index, "rb") as file:
-            weight_map = parse_json_object(index, file.read()).get("weight_map")
-        for shard in needed_shards(weight_map, head_only):
-            get(shard)
-    except missing as error:
-        raise FileNotFoundError(f"{repository}: {error}") from None
-    except hub.errors.HfHubHTTPError as error:
-        raise OSError(f"{repository}: {error}") from None
+        index = get(INDEX_FILE)
+    except missing:
+        get(SINGLE_FILE)
+        return os.path.dirname(config)
+    with open(index, "rb") as file:
+        weight_map = parse_json_object(index, file.read()).get("weight_map")
+    for shard in needed_shards(weight_map, head_only):
+        get(shard)
     return os.path.dirname(config)
 
 
