@@ -321,7 +321,11 @@ def test_taps_beyond_the_targets_depth_are_refused():
         generate(make_target(), drafter, [[1]], max_new_tokens=2)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["table"],
+    meta_fields=["vocab_size", "hidden_size", "num_layers", "max_length"],
+)
 @dataclasses.dataclass(frozen=True)
 class BigramTarget:
     """The smallest target: next-token logits from a table, taps that say which token stood there, nothing to cache."""
