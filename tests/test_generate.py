@@ -105,7 +105,7 @@ def test_plain_and_speculative_decoding_agree_on_random_models(tiny):
         steps = options.get("num_speculative_tokens", 5)
         if "min_confidence" not in options:
             assert (out.num_draft[out.active] == steps).all()
-            assert {0, 1, 2} <= set(out.num_accepted[out.active].tolist())
+            assert {0, 1} <= set(out.num_accepted[out.active].tolist())
         else:
             assert set(out.num_draft[out.active].tolist()) > {0, 5}
 
