@@ -103,7 +103,7 @@ def serve(target, drafter, prompts, args, advance):
                     "concurrency": users,
                     "requests": requests,
                     "tokens_per_s": requests * args.output_length / seconds,
-                    "tokens_per_s_per_user": float(np.mean([args.output_length / t for t in took])),
+                    "tokens_per_s_per_user": args.output_length / float(np.mean(took)),
                     "acceptance_length": length,
                 }
             )
