@@ -3,7 +3,8 @@
 With conditional confidences c_i = sigmoid(logit_i / t_i), the survival of step j is a_j = c_1 * ... * c_j: the
 predicted probability that the target accepts all of steps 1 to j. From left to right, each t_j is the value of a grid
 that makes the expected calibration error of a_j smallest, with t_1 .. t_(j-1) held fixed (DSpark, arXiv 2607.05147,
-section 3.2.1).
+section 3.2.1). Errors within one standard error of the smallest count as equal, and the Brier score decides among
+them: it sees every prediction and not only means of bins, so that steps that rarely survive are fitted as well.
 
 Everything here is NumPy in float64 on recorded pairs; schedule.py applies a calibration inside jit.
 """
@@ -23,9 +24,7 @@ from .records import Records
 
 FILE_NAME = "calibration.json"
 BINS = 15
-# From 1/4 to 4 in steps of 1.2%. 1 is among them, so that a step never gets worse on the records it is fitted on; where
-# survival is rare, wider grids would end at their edges on a gain that is noise.
-GRID = np.exp(np.linspace(-math.log(4), math.log(4), 241))
+GRID = np.exp(np.linspace(-math.log(8), math.log(8), 361))  # steps of 1.2%; 1 is among them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,12 +106,11 @@ def fit_calibration(confidence_logits: Any, accepted: Any, num_draft: Any = None
         best = 1.0
         if seen.any():
             outcome = records.survived(step)[seen]
-            errors = [
-                expected_calibration_error(before[seen] * _sigmoid(logit[seen] / t), outcome, bins=bins) for t in GRID
-            ]
-            # Among equal errors the temperature nearest to 1.
-            order = np.lexsort((np.abs(np.log(GRID)), np.round(errors, 12)))
-            best = float(GRID[order[0]])
+            chances = [before[seen] * _sigmoid(logit[seen] / t) for t in GRID]
+            errors = np.array([expected_calibration_error(chance, outcome, bins=bins) for chance in chances])
+            noise = math.sqrt(outcome.mean() * (1 - outcome.mean()) / len(outcome))
+            equal = np.flatnonzero(errors <= errors.min() + noise + 1e-12)
+            best = float(GRID[equal[np.argmin([brier_score(chances[i], outcome) for i in equal])]])
         temperatures.append(best)
         before = before * _sigmoid(logit / best)
     return Calibration(tuple(temperatures))
