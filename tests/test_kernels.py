@@ -19,8 +19,10 @@ def make_rows(head, B, S, topk, dtype, seed=0):
     rng = np.random.default_rng(seed)
     base = jnp.asarray(4 * rng.standard_normal((S, B, head.config.Vd)), dtype)
     if topk is None:
-        live = head.config.vocab_size if head.target_ids is None else None
-        return Rows(base, head.target_ids, live=None if live == head.config.Vd else live)
+        live = head.config.vocab_size if head.target_ids is None and head.config.Vd > head.config.vocab_size else None
+        if live is not None:
+            base = base.at[..., live:].set(100.0)  # padding never wins, however large
+        return Rows(base, head.target_ids, live=live)
     values, draft_ids = select.select_topk(base.reshape(S * B, -1), topk)
     values, draft_ids = values.reshape(S, B, topk), draft_ids.reshape(S, B, topk)
     return Rows(values, draft_ids if head.target_ids is None else head.target_ids[draft_ids], draft_ids)
