@@ -180,6 +180,7 @@ def load_drafter(
         FileNotFoundError, ValueError: as load_head; or the backbone's tensors are missing or misshapen (all listed).
     """
     checkpoint = open_checkpoint(path, target)
+    checkpoint.check_supported()
     if EMBEDDING not in checkpoint:
         raise ValueError(f"{EMBEDDING}: {checkpoint.path} stores no embedding; pass target=, the target's directory")
     if "fc.weight" not in checkpoint:

@@ -23,6 +23,7 @@ from dspark_jax import load_head
 from dspark_jax.checkpoint import convert, hub, inspect, open_checkpoint
 from dspark_jax.checkpoint.inspect import to_text
 from dspark_jax.cli import main
+from dspark_jax.drafter import load_drafter
 
 V, VD, H, R, TAPS = (getattr(fixtures, name) for name in ("V", "VD", "H", "R", "TAPS"))
 REPRESENTATIVES = ("deepspec-rnn", "speculators-reduced", "deepseek-v4", "deepspec-gemma4")
@@ -186,6 +187,25 @@ def test_head_only(tmp_path):
         convert(tmp_path / "ornith", tmp_path / "whole")
     (tmp_path / "deepseek-v4" / "model-00001-of-00005.safetensors").unlink()  # embedding and target layers
     convert(tmp_path / "deepseek-v4", tmp_path / "without", head_only=True)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+@pytest.mark.parametrize("fixture", ["deepspec-gemma4", "speculators-reduced", "specforge-early", "torchspec-midlayer"])
+def test_whole_drafters_load_from_results(tmp_path, fixture, format):
+    if format == "orbax":
+        pytest.importorskip("orbax.checkpoint", reason="Orbax trees need the orbax extra")
+    source, target = make(fixture, tmp_path), make("target", tmp_path)
+    convert(source, tmp_path / "out", format=format, target=target)
+    found, wanted = load_drafter(tmp_path / "out"), load_drafter(source, target=target)
+    same_heads(found, wanted)
+    assert found.backbone.config == wanted.backbone.config
+    assert found.head.config == wanted.head.config
+
+
+@pytest.mark.parametrize("fixture", ["ornith", "automodel-v4", "deepseek-v4"])
+def test_foreign_backbones_are_not_built(tmp_path, fixture):
+    with pytest.raises(ValueError, match=f"family {fixture}: "):
+        load_drafter(make(fixture, tmp_path))
 
 
 # ---- the config ----------------------------------------------------------------------------------------------------

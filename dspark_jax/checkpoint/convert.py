@@ -81,7 +81,7 @@ def convert(
             raise ValueError(f"{checkpoint.path}: family {checkpoint.family.name}: {checkpoint.family.note}")
         checkpoint.check_backbone()
     if target is not None:
-        found = find_in_target(target)[1]
+        found = find_in_target(target)
         for name in sorted({LM_HEAD, EMBEDDING} & set(checkpoint.tensors)):
             tensor = checkpoint.tensors[name]
             if tensor.origin == "draft" and differs_from_target(tensor, found, ids):

@@ -14,7 +14,7 @@ from . import families, normalise, resolve
 from .names import D2T, EMBEDDING, LM_HEAD, T2D, is_head
 from .orbax_tree import OrbaxFiles, is_orbax
 from .read import Files, TensorFiles
-from .target import find_in_target
+from .target import find_in_target, text_config
 from .tensor import Tensor, make_tensor
 
 MAX_PROBLEMS = 200
@@ -100,6 +100,15 @@ class Checkpoint:
             ValueError: the ids are not strictly increasing inside [0, V), or t2d marks other ids.
         """
         return read_draft_to_target(self.tensors, self.config.vocab_size)
+
+    def check_supported(self) -> None:
+        """Check that this package can build the family's backbone (its head loads in any case).
+
+        Raises:
+            ValueError: it cannot; the message says why.
+        """
+        if self.family.support != families.FULL:
+            raise ValueError(f"{self.path}: family {self.family.name}: {self.family.note}")
 
     def check_backbone(self) -> None:
         """Check that a drafter's backbone is whole and fits the config (a head alone passes).
@@ -223,16 +232,16 @@ def _borrow(
     tensors: dict[str, Tensor], target: str | os.PathLike[str], wanted: set[str], flat: dict[str, Any]
 ) -> list[str]:
     """Add what the drafter lacks from the target; return one sentence per misfit."""
-    if wanted <= set(tensors):
-        return []
     try:
-        raw, found = find_in_target(target)
+        depth = text_config(read_json_config(target)).get("num_hidden_layers")
+        if isinstance(depth, int):
+            flat.setdefault("num_target_layers", depth)
+        if wanted <= set(tensors):
+            return []
+        found = find_in_target(target)
         ids = read_draft_to_target(tensors, flat.get("vocab_size"))
     except ValueError as error:
         return [str(error)]
-    depth = raw.get("num_hidden_layers")
-    if isinstance(depth, int):
-        flat.setdefault("num_target_layers", depth)
     problems: list[str] = []
     for name, (files, source, origin) in found.items():
         if name in tensors or name not in wanted:

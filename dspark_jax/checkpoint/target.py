@@ -30,21 +30,26 @@ EMBEDDINGS = (
 Found = dict[str, tuple[TensorFiles, str, str]]
 
 
-def find_in_target(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], Found]:
+def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the language model's part of a target's config."""
+    inner = raw.get("text_config")
+    return inner if isinstance(inner, Mapping) else raw
+
+
+def find_in_target(path: str | os.PathLike[str]) -> Found:
     """Find the target's LM head and embedding.
 
     Whether the head is the embedding matrix is read from the target's config and tensor names; a drafter's own
     tie_word_embeddings says nothing about the target. Only the shards that hold the two are opened.
 
     Returns:
-        The target's text config, and canonical name -> (files, source name, origin).
+        Canonical name -> (files, source name, origin).
 
     Raises:
         ValueError: neither an LM head nor tied embeddings, or two spellings of one of them.
     """
     raw, files = read_json_config(path), TensorFiles(path)
-    text = raw.get("text_config")
-    text = text if isinstance(text, Mapping) else raw
+    text = text_config(raw)
     head, embedding = _one_of(files, LM_HEADS), _one_of(files, EMBEDDINGS)
     found: Found = {}
     if embedding is not None:
@@ -60,7 +65,7 @@ def find_in_target(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], Fou
         )
     else:
         raise ValueError(f"{os.fspath(path)}: holds neither LM head nor embedding; its tensors are {some(files, 5)}")
-    return text, found
+    return found
 
 
 def differs_from_target(tensor: Tensor, found: Found, ids: np.ndarray | None) -> bool | None:
