@@ -508,6 +508,19 @@ def test_wrong_paths(tmp_path):
         load_head(tmp_path)
 
 
+def test_configs_of_absurd_kind_or_size_are_not_read(tmp_path):
+    path = make("deepspec-vanilla", tmp_path)
+    (path / "config.json").unlink()
+    os.mkfifo(path / "config.json")
+    with pytest.raises(ValueError, match=r"config\.json: not a regular file"):
+        load_head(path)
+    (path / "config.json").unlink()
+    with open(path / "config.json", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match=r"config\.json: 1099511627776 bytes, expected at most"):
+        load_head(path)
+
+
 def test_truncated_files_are_errors(tmp_path):
     path = make("deepspec-vanilla", tmp_path) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

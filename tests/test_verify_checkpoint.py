@@ -216,6 +216,21 @@ def test_results_without_a_manifest_are_refused(tmp_path):
     (source / "dspark_manifest.json").write_text("[]")
     with pytest.raises(ValueError, match="expected an object with tensors and sources"):
         verify(source, source)
+    for entry in (3, {}, {"sha256": "x", "transform": "copy", "sources": []}, {"sha256": "x", "sources": ["a"]}):
+        (source / "dspark_manifest.json").write_text(json.dumps({"tensors": {"a": entry}, "sources": {}}))
+        with pytest.raises(ValueError, match="tensor 'a': expected sources, transform and sha256"):
+            verify(source, source)
+
+
+def test_sources_that_cannot_be_read_are_refused(tmp_path):
+    source, out = fixture_and_result(tmp_path, "deepspec-vanilla")
+    pytest.importorskip("orbax.checkpoint", reason="Orbax trees need the orbax extra")
+    convert(source, tmp_path / "tree", format="orbax")
+    with pytest.raises(ValueError, match="an Orbax tree, expected the safetensors checkpoint"):
+        verify(tmp_path / "tree", out)
+    (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-5])
+    code, _, err = run(source, out)
+    assert (code, "truncated" in err) == (2, True)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..calibration import FILE_NAME as CALIBRATION
 from ..calibration import find_calibration
-from ..config import check_choice, invalid
+from ..checks import check_choice, invalid
 from . import orbax_tree
 from .families import HEAD_ONLY
 from .header import DTYPE_NAMES, DTYPES

@@ -6,7 +6,6 @@ claim of the header is checked against the file's size before anything is alloca
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -15,6 +14,8 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+
+from ..checks import parse_json_object
 
 # 8 MiB hold about 70 thousand tensors, more than any released file has; longer headers cost seconds to parse.
 MAX_HEADER = 1 << 23
@@ -91,26 +92,6 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
     infos = {name: _tensor_info(path, name, entry, data_start, size) for name, entry in header.items()}
     _check_coverage(path, infos, data_start, size)
     return infos
-
-
-def parse_json_object(path: str, text: bytes) -> dict[str, Any]:
-    """Parse a JSON object; a repeated key is an error, since readers disagree on which value counts."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            repeated = next(key for key in result if keys.count(key) > 1) if len(keys) < 10_000 else "?"
-            raise ValueError(f"key {repeated!r} is given twice")
-        return result
-
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise ValueError(f"{path}: not valid JSON ({str(error)[:200]})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: found {type(value).__name__}, expected a JSON object")
-    return value
 
 
 def _is_count(value: object) -> bool:

@@ -6,9 +6,9 @@ import os
 import re
 from typing import Any
 
+from ..checks import parse_json_object
 from . import families
 from .extras import require
-from .header import parse_json_object
 from .names import is_head
 from .read import INDEX_FILE, SINGLE_FILE
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import heads
 from ..calibration import find_calibration
-from ..config import dtype_name, invalid
+from ..checks import dtype_name, invalid
 from .names import CONFIDENCE, CONFIDENCE_BIAS, D2T, GATE, JOINT, LM_HEAD, W1, W2
 from .opened import Checkpoint, open_checkpoint
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import invalid, read_rope_theta
+from ..checks import invalid
+from ..config import read_rope_theta
 from .opened import Checkpoint
 from .resolve import read_geometry
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import check_int, invalid
+from ..checks import check_int, invalid
 
 Raw = Mapping[str, Any]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..config import DSparkConfig, read_json_config
+from ..config import DSparkConfig
 from . import families, normalise, resolve
 from .names import D2T, EMBEDDING, LM_HEAD, T2D, is_head
 from .orbax_tree import OrbaxFiles, is_orbax
-from .read import Files, TensorFiles
+from .read import Files, TensorFiles, read_config
 from .target import find_in_target, text_config
 from .tensor import Tensor, make_tensor
 
@@ -166,7 +166,7 @@ def open_checkpoint(
         raise FileNotFoundError(f"{path}: no such checkpoint")
     if path.endswith(".gguf") or (os.path.isdir(path) and _only_gguf(path)):
         raise ValueError(f"{path}: family gguf: GGUF files are not supported")
-    raw = read_json_config(path if os.path.isdir(path) else os.path.dirname(path) or ".")
+    raw = read_config(path if os.path.isdir(path) else os.path.dirname(path) or ".")
     files = OrbaxFiles(path) if is_orbax(path) else TensorFiles(path)
     family = families.detect(files, raw)
     if family.support == families.REFUSED:
@@ -233,7 +233,7 @@ def _borrow(
 ) -> list[str]:
     """Add what the drafter lacks from the target; return one sentence per misfit."""
     try:
-        depth = text_config(read_json_config(target)).get("num_hidden_layers")
+        depth = text_config(read_config(target)).get("num_hidden_layers")
         if isinstance(depth, int):
             flat.setdefault("num_target_layers", depth)
         if wanted <= set(tensors):

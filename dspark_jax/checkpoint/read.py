@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from .header import DTYPES, TensorInfo, parse_json_object, read_header, some
+from ..checks import parse_json_object, read_json_config
+from .header import DTYPES, TensorInfo, read_header, some
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MAX_INDEX = 1 << 25
+MAX_CONFIG = 1 << 22
 
 
 class Files(Mapping[str, TensorInfo]):
@@ -117,6 +120,16 @@ class TensorFiles(Files):
         if info.dtype == "BOOL" and raw.max() > 1:
             raise ValueError(f"{info.path}: tensor {name!r}: BOOL bytes other than 0 and 1")
         return raw.view(dtype).reshape(shape)
+
+
+def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read config.json as raw JSON; a pipe, a device or a file of absurd size is refused without reading it."""
+    path = os.path.join(directory, "config.json")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path}: not a regular file")
+    if os.path.exists(path) and (size := os.path.getsize(path)) > MAX_CONFIG:
+        raise ValueError(f"{path}: {size} bytes, expected at most {MAX_CONFIG}")
+    return read_json_config(directory)
 
 
 def _only_file(directory: str) -> str:

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..config import read_json_config
 from .header import some
 from .names import EMBEDDING, LM_HEAD
-from .read import TensorFiles
+from .read import TensorFiles, read_config
 from .tensor import Tensor, make_tensor
 
 # Exact names under which targets store the two matrices; multimodal wrappers nest the language model.
@@ -48,7 +47,7 @@ def find_in_target(path: str | os.PathLike[str]) -> Found:
     Raises:
         ValueError: neither an LM head nor tied embeddings, or two spellings of one of them.
     """
-    raw, files = read_json_config(path), TensorFiles(path)
+    raw, files = read_config(path), TensorFiles(path)
     text = text_config(raw)
     head, embedding = _one_of(files, LM_HEADS), _one_of(files, EMBEDDINGS)
     found: Found = {}

@@ -12,6 +12,7 @@ import numpy as np
 from .hub import local_path
 from .load import build_head
 from .opened import Checkpoint, open_checkpoint
+from .orbax_tree import is_orbax
 from .torch_reference import TorchHead, TorchSource
 from .write import MANIFEST, digest
 
@@ -77,7 +78,12 @@ def verify(
     target = None if target is None else os.fspath(target)
     checkpoint = open_checkpoint(destination)
     manifest = _read_manifest(checkpoint.path)
-    torch_source = TorchSource(local_path(source, head_only=manifest.get("head_only") is True))
+    head_only = manifest.get("head_only") is True
+    path = local_path(source, head_only=head_only)
+    if is_orbax(path):
+        raise ValueError(f"{path}: an Orbax tree, expected the safetensors checkpoint that was converted")
+    open_checkpoint(path, head_only=head_only)  # a damaged source is refused with the reader's own words
+    torch_source = TorchSource(path)
     problems = _account(torch_source, manifest) + _compare_facts(torch_source, checkpoint)
     problems += _compare_tensors(torch_source, checkpoint, manifest, target)
     return _draft(torch_source, checkpoint, manifest, target, problems, blocks, seed)
@@ -93,6 +99,11 @@ def _read_manifest(path: str) -> dict[str, Any]:
         raise ValueError(f"{path}: {MANIFEST}: not valid JSON ({error})") from None
     if not isinstance(manifest, dict) or not all(isinstance(manifest.get(key), dict) for key in ("tensors", "sources")):
         raise ValueError(f"{path}: {MANIFEST}: expected an object with tensors and sources")
+    for name, entry in manifest["tensors"].items():
+        good = isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("sha256", "transform"))
+        names = entry.get("sources") if good else None
+        if not isinstance(names, list) or not names or not all(isinstance(source, str) for source in names):
+            raise ValueError(f"{path}: {MANIFEST}: tensor {name!r}: expected sources, transform and sha256")
     return manifest
 
 

@@ -1,0 +1,119 @@
+"""Checks of single values, and the one form of error for bad input: field, value found, what was expected."""
+
+from __future__ import annotations
+
+import json
+import numbers
+import os
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+LARGEST, SMALLEST = 3.4e38, 1.2e-38  # of float32, without subnormal numbers
+
+
+def invalid(field: str, found: object, expected: str) -> ValueError:
+    """Build the one form of error for bad input: the field, the value found and what was expected."""
+    return ValueError(f"{field}: found {found!r}, expected {expected}")
+
+
+def check_int(field: str, value: object, low: int, high: int | None = None) -> int:
+    """Return `value` as an int in [low, high]; bools and floats are refused."""
+    bound = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise invalid(field, value, bound)
+    try:
+        number = int(value.__index__())  # type: ignore[attr-defined]
+    except TypeError:  # an array of several numbers, or a traced one
+        raise invalid(field, value, bound) from None
+    if number < low or (high is not None and number > high):
+        raise invalid(field, number, bound)
+    return number
+
+
+def check_bool(field: str, value: object) -> bool:
+    """Return `value`, which must be true or false (JSON has both; 0 and "false" are refused)."""
+    if not isinstance(value, bool):
+        raise invalid(field, value, "true or false")
+    return value
+
+
+def check_float(field: str, value: object, *, above: float, expected: str) -> float:
+    """Return `value` as a float greater than `above`, of a size that float32 holds at full precision."""
+    number = _real(value)
+    if not -LARGEST <= number <= LARGEST or number <= above or 0 < abs(number) < SMALLEST:
+        raise invalid(field, value, expected)
+    return number
+
+
+def _real(value: object) -> float:
+    """Return a real number as a float; NaN for anything else, and for integers beyond a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return float("nan")
+    try:
+        return float(value)
+    except OverflowError:
+        return float("nan")
+
+
+def check_choice(field: str, value: object, choices: tuple[str, ...]) -> str:
+    """Return `value`, which must be one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise invalid(field, value, "one of " + ", ".join(choices))
+    return value
+
+
+def dtype_name(field: str, value: object) -> str:
+    """Name one of the float dtypes a head may have, given its name ("torch." allowed), type or dtype."""
+    name = value if isinstance(value, str) else getattr(value, "name", None) or getattr(value, "__name__", None)
+    short = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "f32": "float32", "fp32": "float32"}
+    text = str(name).removeprefix("torch.")
+    text = short.get(text, text)
+    if text not in DTYPES:
+        raise invalid(field, value, "one of " + ", ".join(DTYPES))
+    return text
+
+
+def check_topk(topk: object, columns: int) -> int | None:
+    """Return k as an int from 1 to the number of draftable columns, or None for dense."""
+    return None if topk is None else check_int("topk", topk, 1, columns)
+
+
+def check_min_confidence(value: object) -> float | None:
+    """Return the confidence threshold in [0, 1], or None."""
+    if value is None:
+        return None
+    number = _real(value)
+    if not 0 <= number <= 1:
+        raise invalid("min_confidence", value, "a number from 0 to 1")
+    return number
+
+
+def parse_json_object(path: str, text: bytes) -> dict[str, Any]:
+    """Parse a JSON object; a repeated key is an error, since readers disagree on which value counts."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            keys = [key for key, _ in pairs]
+            repeated = next(key for key in result if keys.count(key) > 1) if len(keys) < 10_000 else "?"
+            raise ValueError(f"key {repeated!r} is given twice")
+        return result
+
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise ValueError(f"{path}: not valid JSON ({str(error)[:200]})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: found {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def read_json_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read config.json of a checkpoint directory as raw JSON (never through a model class, which rewrites fields)."""
+    path = os.path.join(directory, "config.json")
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: no such file; a checkpoint directory holds config.json") from None
+    return parse_json_object(path, text)
