@@ -577,3 +577,42 @@ def test_any_config_gives_a_value_error_or_a_checked_one(shared, data):
         return
     assert isinstance(checkpoint.config, DSparkConfig)
     assert checkpoint.config.vocab_size == V
+
+
+OPTIONAL = {"embed_tokens.weight", "lm_head.weight", "confidence_head.proj.bias"}  # the first two come from targets
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_every_lost_reshaped_or_foreign_tensor_is_named(tmp_path, data):
+    """One error names all tensors that were taken out, reshaped or put in, whichever they are."""
+    fixture = data.draw(st.sampled_from(["deepspec-gated", "deepspec-rnn", "deepspec-gemma4", "specforge-early"]))
+    path = make(fixture, tmp_path)
+    names = sorted(read_file(path / "model.safetensors"))
+    layer = lambda name: re.sub(r"layers\.\d+", "layers.N", name)  # noqa: E731
+    chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4, unique_by=layer))
+    ways = [data.draw(st.sampled_from(["lost", "reshaped", "foreign"])) for _ in chosen]
+
+    def change(tensors):
+        for name, way in zip(chosen, ways, strict=True):
+            dtype, array = tensors.pop(name)
+            if way == "reshaped":
+                tensors[name] = (dtype, array[..., None])
+            if way == "foreign":
+                tensors |= {name: (dtype, array), "x" + name: (dtype, array)}
+
+    change_tensors(path, change)
+    try:
+        open_checkpoint(path).check_backbone()
+        named = ""
+    except ValueError as error:
+        named = str(error)
+    lost_optional = [way == "lost" and by_hand(name) in OPTIONAL for name, way in zip(chosen, ways, strict=True)]
+    assert (named == "") == all(lost_optional)
+    for name, way, optional in zip(chosen, ways, lost_optional, strict=True):
+        # Where the head contradicts its config, its shapes are not compared further.
+        if not optional and (
+            way == "foreign" or not by_hand(name).startswith(("markov_head", "confidence_head", "lm_"))
+        ):
+            assert ("x" + name if way == "foreign" else by_hand(name)) in named
+    assert any(by_hand(name) in named for name in chosen) or all(lost_optional)

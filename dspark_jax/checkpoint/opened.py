@@ -116,8 +116,7 @@ class Checkpoint:
         Raises:
             ValueError: one sentence per missing or misshapen tensor.
         """
-        shapes = {name: tensor.shape for name, tensor in self.tensors.items() if tensor.origin == "draft"}
-        if problems := resolve.check_backbone(self.flat, shapes, self.family.shapes):
+        if problems := resolve.check_backbone(self.flat, _own_shapes(self.tensors), self.family.shapes):
             raise ValueError(f"{self.path}: {_listed(problems)}")
 
 
@@ -190,12 +189,18 @@ def open_checkpoint(
         notes.append("TorchSpec's exporter is known to cut lm_head by offsets as if they were ids: check acceptance")
     problems += resolve.resolve_head(flat, {name: tensor.shape for name, tensor in tensors.items()})
     if problems:
+        if not head_only:  # all that is wrong in one error
+            problems += resolve.check_backbone(flat, _own_shapes(tensors), family.shapes)
         raise ValueError(f"{path}: {_listed(problems)}")
     try:
         config = DSparkConfig.from_dict(flat)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return Checkpoint(path, family, raw, flat, config, tensors, files, left_out, notes)
+
+
+def _own_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in tensors.items() if tensor.origin == "draft"}
 
 
 def _listed(problems: list[str]) -> str:

@@ -175,9 +175,16 @@ def _required_parts(flat: Flat, present: set[str]) -> set[str]:
     if not any(part.startswith("self_attn.q_proj") for part in present):
         return set()
     ends = ["input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    kind = str(flat.get("model_type"))
+    if kind.startswith(("qwen3", "gemma4")):
+        ends += ["self_attn.q_norm", "self_attn.k_norm"]
+    if kind.startswith("gemma4"):
+        ends += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     attention = "qko" if flat.get("attention_k_eq_v") is True else "qkvo"
     ends += [f"self_attn.{letter}_proj" for letter in attention]
     parts = {f"{end}.weight" for end in ends}
+    if kind.startswith("gemma4"):
+        parts.add("layer_scalar")
     if flat.get("attention_bias") is True:
         parts |= {f"self_attn.{letter}_proj.bias" for letter in attention}
     return parts
