@@ -6,7 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import make_inputs, make_weights, save_checkpoint
+from helpers import CHECKPOINTS, KINDS, TESTS, make_inputs, make_weights, save_checkpoint
 
 from dspark_jax import (
     Calibration,
@@ -138,6 +138,19 @@ def test_loaded_with_the_head(tmp_path):
     (directory / "calibration.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
         load_head(directory)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bundled_drafters_are_calibrated(kind):
+    """Held-out blocks of the trained drafters (scripts/record_acceptance.py): mean ECE of survival below 2%."""
+    records = load_records(TESTS / "records" / f"{kind}-heldout.npz")
+    calibration = load_calibration(CHECKPOINTS / f"dspark-{kind}")
+    assert load_head(CHECKPOINTS / f"dspark-{kind}").calibration == calibration
+    before, after = measure(records), measure(records, calibration)
+    assert after.ece.mean() < 0.02
+    assert after.ece[0] < before.ece[0]
+    assert after.survival[0] > 0.5
+    assert after.auc.min() > 0.6
 
 
 def test_reliability_curve():
