@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from .config import check_bool, check_choice, check_float, check_int, invalid, read_rope_theta
+from .checks import check_bool, check_choice, check_float, check_int, invalid
+from .config import read_rope_theta
 
 STYLES = ("qwen3", "gemma4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")

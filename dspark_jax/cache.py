@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .backbone_config import BackboneConfig
-from .config import check_int
+from .checks import check_int
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])

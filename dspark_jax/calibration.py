@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import check_int, invalid
+from .checks import check_int, invalid
 from .records import Records
 
 FILE_NAME = "calibration.json"

@@ -4,64 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import math
-import os
 from collections.abc import Mapping
 from typing import Any
+
+from .checks import check_bool, check_choice, check_float, check_int, check_min_confidence, dtype_name, invalid
 
 HEAD_TYPES = ("vanilla", "gated", "rnn")
 METHODS = ("greedy", "probabilistic")
 OUTPUTS = ("tokens", "logits", "candidates")
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def invalid(field: str, found: object, expected: str) -> ValueError:
-    """Build the one form of error for bad input: the field, the value found and what was expected."""
-    return ValueError(f"{field}: found {found!r}, expected {expected}")
-
-
-def check_int(field: str, value: object, low: int, high: int | None = None) -> int:
-    """Return `value` as an int in [low, high]; bools and floats are refused."""
-    bound = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise invalid(field, value, bound)
-    number = int(value.__index__())  # type: ignore[attr-defined]
-    if number < low or (high is not None and number > high):
-        raise invalid(field, number, bound)
-    return number
-
-
-def check_bool(field: str, value: object) -> bool:
-    """Return `value`, which must be true or false (JSON has both; 0 and "false" are refused)."""
-    if not isinstance(value, bool):
-        raise invalid(field, value, "true or false")
-    return value
-
-
-def check_float(field: str, value: object, *, above: float, expected: str) -> float:
-    """Return `value` as a finite float greater than `above`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
-        raise invalid(field, value, expected)
-    return float(value)
-
-
-def check_choice(field: str, value: object, choices: tuple[str, ...]) -> str:
-    """Return `value`, which must be one of `choices`."""
-    if value not in choices:
-        raise invalid(field, value, "one of " + ", ".join(choices))
-    return str(value)
-
-
-def dtype_name(field: str, value: object) -> str:
-    """Name one of the float dtypes a head may have, given its name ("torch." allowed), type or dtype."""
-    name = value if isinstance(value, str) else getattr(value, "name", None) or getattr(value, "__name__", None)
-    short = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "f32": "float32", "fp32": "float32"}
-    text = str(name).removeprefix("torch.")
-    text = short.get(text, text)
-    if text not in DTYPES:
-        raise invalid(field, value, "one of " + ", ".join(DTYPES))
-    return text
+MAX_SIZE = 2**31 - 1  # ids are int32
+MAX_BLOCK = 2**16  # steps that the noise tells apart
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,12 +59,12 @@ class DSparkConfig:
     def __post_init__(self) -> None:
         """Check every field; the errors name the field, the value found and what was expected."""
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        for name in ("vocab_size", "hidden_size", "block_size"):
-            put(name, check_int(name, getattr(self, name), 1))
+        for name, most in (("vocab_size", MAX_SIZE), ("hidden_size", MAX_SIZE), ("block_size", MAX_BLOCK)):
+            put(name, check_int(name, getattr(self, name), 1, most))
         put("mask_token_id", check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1))
         size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-        put("draft_vocab_size", check_int("draft_vocab_size", size, 1))
-        put("markov_rank", check_int("markov_rank", self.markov_rank, 0))
+        put("draft_vocab_size", check_int("draft_vocab_size", size, 1, MAX_SIZE))
+        put("markov_rank", check_int("markov_rank", self.markov_rank, 0, MAX_SIZE))
         if self.markov_rank == 0 and self.markov_head_type is not None:
             raise invalid("markov_head_type", self.markov_head_type, "None, since markov_rank is 0")
         if self.markov_rank > 0:
@@ -124,11 +76,22 @@ class DSparkConfig:
         if self.confidence_head_with_markov and self.markov_rank == 0:
             raise invalid("confidence_head_with_markov", True, "false, since markov_rank is 0 (there is no markov_w1)")
         if self.final_logit_softcapping is not None:
-            cap = check_float("final_logit_softcapping", self.final_logit_softcapping, above=0, expected="a number > 0")
+            cap = check_float(
+                "final_logit_softcapping",
+                self.final_logit_softcapping,
+                above=0,
+                expected="a number > 0 that float32 holds",
+            )
             put("final_logit_softcapping", cap)
-        put("logit_scale", check_float("logit_scale", self.logit_scale, above=0, expected="a number > 0"))
+        put(
+            "logit_scale",
+            check_float("logit_scale", self.logit_scale, above=0, expected="a number > 0 that float32 holds"),
+        )
         if self.rope_theta is not None:
-            put("rope_theta", check_float("rope_theta", self.rope_theta, above=0, expected="a number > 0"))
+            put(
+                "rope_theta",
+                check_float("rope_theta", self.rope_theta, above=0, expected="a number > 0 that float32 holds"),
+            )
         if self.num_target_layers is not None:
             put("num_target_layers", check_int("num_target_layers", self.num_target_layers, 1))
         self._check_layer_ids()
@@ -158,6 +121,11 @@ class DSparkConfig:
         """The draft vocabulary's size (never None after construction)."""
         assert self.draft_vocab_size is not None
         return self.draft_vocab_size
+
+    @property
+    def draftable(self) -> int:
+        """Columns of the draft vocabulary that can be drafted: all but padding."""
+        return min(self.Vd, self.vocab_size)
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DSparkConfig:
@@ -228,36 +196,9 @@ def read_rope_theta(raw: Mapping[str, Any]) -> float | None:
             "rope_theta", flat, f"the value {nested!r} that rope_parameters has, or the key in one place only"
         )
     value = flat if nested is None else nested
-    return None if value is None else check_float("rope_theta", value, above=0, expected="a number > 0")
-
-
-def read_json_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read config.json of a checkpoint directory as raw JSON (never through a model class, which rewrites fields)."""
-    path = os.path.join(directory, "config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            raw = json.load(file)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file; a checkpoint directory holds config.json") from None
-    except (ValueError, RecursionError) as error:  # also numbers and nesting beyond what Python parses
-        raise ValueError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: found {type(raw).__name__}, expected a JSON object")
-    return raw
-
-
-def check_topk(topk: object, draft_vocab_size: int | None) -> int | None:
-    """Return k as an int in [1, Vd], or None for dense."""
-    return None if topk is None else check_int("topk", topk, 1, draft_vocab_size)
-
-
-def check_min_confidence(value: object) -> float | None:
-    """Return the confidence threshold in [0, 1], or None."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise invalid("min_confidence", value, "a number from 0 to 1")
-    return float(value)
+    return (
+        None if value is None else check_float("rope_theta", value, above=0, expected="a number > 0 that float32 holds")
+    )
 
 
 @dataclasses.dataclass(frozen=True)

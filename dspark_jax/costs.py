@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .config import check_int, invalid
+from .checks import check_int, invalid
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["tokens", "seconds"], meta_fields=[])

@@ -15,7 +15,7 @@ from .backbone_config import BackboneConfig
 from .cache import ContextCache
 from .checkpoint.load import load_head
 from .checkpoint.opened import EMBEDDING, open_checkpoint
-from .config import check_int, invalid
+from .checks import check_int, invalid
 from .draft import draft
 from .entry import coerce_floats, coerce_ids, coerce_sampling
 from .heads import DSparkHead

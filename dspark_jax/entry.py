@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .config import invalid
+from .checks import DTYPES, LARGEST, invalid
 from .types import DraftSampling
 
 
 def as_array(field: str, value: Any) -> np.ndarray | jax.Array:
     """Return `value` as a NumPy or JAX array; ragged or non-numeric input is refused."""
-    if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return value  # type: ignore[return-value]  # an abstract array passes through, for lowering without data
     try:
         array = np.asarray(value)
-    except ValueError:
+    except (ValueError, TypeError, RuntimeError):
         raise invalid(field, value, "an array of numbers") from None
     # Python floats come as float64 and Python ints as int64; the callers below choose the width.
     if array.dtype == object or array.dtype.kind in "USMm":
@@ -38,7 +38,7 @@ def cast(array: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(array, dtype=dtype)
 
 
-def check_shape(field: str, array: np.ndarray | jax.Array, shape: tuple[int | None, ...], names: str) -> None:
+def check_shape(field: str, array: Any, shape: tuple[int | None, ...], names: str) -> None:
     """Refuse an array whose shape differs from `shape` (None matches any size of at least 1)."""
     fits = len(array.shape) == len(shape) and all(
         size == want if want is not None else size >= 1 for size, want in zip(array.shape, shape, strict=True)
@@ -51,8 +51,8 @@ def check_shape(field: str, array: np.ndarray | jax.Array, shape: tuple[int | No
 def coerce_floats(field: str, value: Any, shape: tuple[int | None, ...], names: str, dtype: Any = None) -> jax.Array:
     """Return a float array of the given shape, cast to `dtype` (None keeps it; float64 becomes float32)."""
     array = as_array(field, value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise invalid(f"{field}.dtype", str(array.dtype), "a float dtype")
+    if str(array.dtype) not in (*DTYPES, "float64"):
+        raise invalid(f"{field}.dtype", str(array.dtype), "a float dtype (" + ", ".join(DTYPES) + ")")
     check_shape(field, array, shape, names)
     if dtype is None:
         dtype = jnp.float32 if array.dtype == np.float64 else array.dtype
@@ -68,6 +68,8 @@ def coerce_ids(field: str, value: Any, shape: tuple[int | None, ...], names: str
     if isinstance(array, np.ndarray) and array.dtype != np.int32:
         fits = (array >= -(2**31)) & (array < 2**31)
         array = np.where(fits, array.astype(np.int32), np.int32(-1))
+    elif isinstance(array, jax.Array) and array.dtype.itemsize > 4:  # only with x64 enabled
+        array = jnp.where((array >= -(2**31)) & (array < 2**31), array, -1)
     return cast(array, jnp.int32)
 
 
@@ -106,11 +108,15 @@ def coerce_sampling(sampling: Any, batch: int) -> DraftSampling:
     temperature = as_array("sampling.temperature", sampling.temperature)
     if not any(jnp.issubdtype(temperature.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise invalid("sampling.temperature.dtype", str(temperature.dtype), "a float dtype")
-    if temperature.ndim == 0:
-        temperature = jnp.broadcast_to(jnp.asarray(temperature), (batch,))
+    if isinstance(temperature, np.ndarray):
+        if not (np.abs(temperature.astype(np.float64)) <= LARGEST).all():
+            raise invalid("sampling.temperature", temperature.tolist(), "finite numbers that float32 holds")
+        temperature = temperature.astype(np.float32)
+    if temperature.ndim == 0 and isinstance(temperature, np.ndarray):
+        temperature = np.broadcast_to(temperature, (batch,))
+    elif temperature.ndim == 0 and isinstance(temperature, jax.Array):
+        temperature = jnp.broadcast_to(temperature, (batch,))
     check_shape("sampling.temperature", temperature, (batch,), "[B]")
-    if isinstance(temperature, np.ndarray) and not np.isfinite(temperature.astype(np.float64)).all():
-        raise invalid("sampling.temperature", temperature.tolist(), "finite numbers")
     return DraftSampling(
         temperature=cast(temperature, jnp.float32),
         seed=_coerce_range("sampling.seed", sampling.seed, batch, jnp.uint32, 2**32 - 1),

@@ -23,7 +23,8 @@ from flax import nnx
 from jax import lax
 
 from .calibration import Calibration
-from .config import DSparkConfig, invalid
+from .checks import invalid
+from .config import DSparkConfig
 
 
 def product(x: jax.Array, weight: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
@@ -200,8 +201,41 @@ class DSparkHead(nnx.Module):
         self.draft_to_target = nnx.data(None if draft_to_target is None else DraftToTarget(draft_to_target))
         # Temperatures for confidence_logits, from calibration.json beside the checkpoint (static; for schedule.py).
         self.calibration: Calibration | None = None
-        if config.Vd < config.vocab_size and draft_to_target is None:
-            raise invalid("draft_to_target", None, f"a table, since Vd = {config.Vd} < V = {config.vocab_size}")
+        self._check()
+
+    def _check(self) -> None:
+        """Hold the weights to the config: a wrong shape would broadcast, clamp or read the wrong columns silently."""
+        c, markov, confidence = self.config, self.markov, self.confidence
+        V, Vd, H, r = c.vocab_size, c.Vd, c.hidden_size, c.markov_rank
+        kinds = {VanillaMarkovHead: "vanilla", GatedMarkovHead: "gated", RnnMarkovHead: "rnn", type(None): None}
+        if kinds.get(type(markov), "unknown") != c.markov_head_type:
+            raise invalid("markov", type(markov).__name__, f"the module of markov_head_type {c.markov_head_type!r}")
+        if (confidence is not None) != c.enable_confidence_head:
+            raise invalid("confidence", type(confidence).__name__, f"enable_confidence_head {c.enable_confidence_head}")
+        if Vd < V and self.draft_to_target is None:
+            raise invalid("draft_to_target", None, f"a table, since Vd = {Vd} < V = {V}")
+        wanted: dict[str, tuple[Any, tuple[int, ...]]] = {
+            "lm_head": (self.lm_head, (Vd, H)),
+            "draft_to_target": (self.draft_to_target, (Vd,)),
+        }
+        if markov is not None:
+            wanted |= {"markov_w1": (markov.markov_w1, (V, r)), "markov_w2": (markov.markov_w2, (Vd, r))}
+        if isinstance(markov, GatedMarkovHead):
+            wanted |= {"gate_weight": (markov.gate_weight, (r, H + r)), "gate_bias": (markov.gate_bias, (r,))}
+        if isinstance(markov, RnnMarkovHead):
+            wanted |= {
+                "joint_weight": (markov.joint_weight, (3 * r, 2 * r + H)),
+                "joint_bias": (markov.joint_bias, (3 * r,)),
+            }
+        if confidence is not None:
+            width = H + r if c.confidence_head_with_markov else H
+            wanted |= {"confidence.weight": (confidence.weight, (width,)), "confidence.bias": (confidence.bias, ())}
+        for name, (array, shape) in wanted.items():
+            if array is not None and tuple(array.shape) != shape:
+                raise invalid(f"{name}.shape", tuple(array.shape), f"{shape} from the config")
+        table = self.draft_to_target
+        if table is not None and not jnp.issubdtype(table.dtype, jnp.integer):
+            raise invalid("draft_to_target.dtype", str(table.dtype), "an integer dtype")
 
     @property
     def nbytes(self) -> int:
@@ -210,12 +244,10 @@ class DSparkHead(nnx.Module):
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the weights (that of the LM head, else of markov_w2)."""
+        """Dtype of the weights (that of the LM head, else of markov_w2; float32 where there is neither)."""
         if self.lm_head is not None:
             return self.lm_head.dtype
-        if self.markov is not None:
-            return self.markov.markov_w2.dtype
-        raise invalid("head", "neither LM head nor Markov head", "at least one of them")
+        return jnp.dtype(jnp.float32) if self.markov is None else self.markov.markov_w2.dtype
 
     @property
     def target_ids(self) -> jax.Array | None:

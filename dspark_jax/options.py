@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .config import OUTPUTS, check_choice, check_min_confidence, check_topk, dtype_name, invalid
+from .checks import check_choice, check_min_confidence, check_topk, dtype_name, invalid
+from .config import OUTPUTS
 from .entry import coerce_floats, coerce_ids
 from .heads import DSparkHead
 from .kernels.dispatch import IMPLEMENTATIONS
@@ -32,7 +33,7 @@ def static_options(
 ) -> dict[str, Any]:
     """Return what is static about a draft: topk, outputs, logits_dtype and implementation, checked."""
     check_choice("outputs", outputs, OUTPUTS)
-    k = check_topk(topk, head.config.Vd)
+    k = check_topk(topk, head.config.draftable)
     if outputs == "candidates" and k is None:
         raise invalid("outputs", "candidates", "a topk beside it (a dense draft has no candidates)")
     dtype = head.dtype if logits_dtype is None else dtype_name("logits_dtype", logits_dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import invalid
+from .checks import invalid
 
 
 @dataclasses.dataclass(frozen=True)

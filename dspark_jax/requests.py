@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import loop
-from .config import METHODS, check_choice, check_int, invalid
+from .checks import check_choice, check_int, invalid
+from .config import METHODS
 from .drafter import Drafter
 from .entry import coerce_sampling
 from .loop import DecodeState, LoopOptions

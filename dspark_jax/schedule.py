@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from .calibration import Calibration
-from .config import invalid
+from .checks import invalid
 from .costs import CostTable
 from .types import DraftBlock
 

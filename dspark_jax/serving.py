@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 
 from .api import Program, from_hidden, from_logits
 from .candidates import empty_buffer
-from .config import DraftConfig, check_int, invalid
+from .checks import check_int, invalid
+from .config import DraftConfig
 from .entry import check_shape, coerce_sampling
 from .heads import DSparkHead
 from .options import check_head, check_steps, check_threshold, prepare_hidden, prepare_logits, static_options
@@ -72,6 +75,21 @@ def _check_config(config: Any) -> DraftConfig:
     return config
 
 
+def _check_alive(field: str, array: Any) -> None:
+    """Refuse an array that an earlier call was given and has overwritten."""
+    if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
+        raise invalid(field, "a donated array", "the one that the last call returned, or a new one")
+
+
+def _check_buffer(field: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    if not isinstance(array, jax.Array | jax.ShapeDtypeStruct):
+        raise invalid(field, type(array).__name__, "a JAX array (make_buffer returns them)")
+    _check_alive(field, array)
+    check_shape(field, array, shape, "[S, B, V or k]")
+    if array.dtype != dtype:
+        raise invalid(f"{field}.dtype", str(array.dtype), str(dtype))
+
+
 def make_draft_fn(config: DraftConfig, *, implementation: str | None = None) -> DraftFunction:
     """Make fn(head, hidden, anchor_ids, sampling, buffer) -> (block, buffer) for a serving loop.
 
@@ -94,10 +112,8 @@ def make_draft_fn(config: DraftConfig, *, implementation: str | None = None) -> 
             wanted = "the DraftBuffer of make_buffer(head, config, batch)" if buffered else "None"
             raise invalid("buffer", type(buffer).__name__, wanted)
         if buffered:
-            check_shape("buffer.logits", buffer.logits, (S, B, head.config.vocab_size), "[S, B, V]")
-            check_shape("buffer.ids", buffer.ids, (S, B, static["topk"]), "[S, B, k]")
-            if buffer.logits.dtype != static["logits_dtype"]:
-                raise invalid("buffer.logits.dtype", str(buffer.logits.dtype), str(static["logits_dtype"]))
+            _check_buffer("buffer.logits", buffer.logits, (S, B, head.config.vocab_size), static["logits_dtype"])
+            _check_buffer("buffer.ids", buffer.ids, (S, B, static["topk"]), jnp.dtype(jnp.int32))
         threshold = check_threshold(head, config.min_confidence, has_hidden=True)
         return program, (head, hidden, anchor, draw, buffer, threshold), static
 
@@ -119,6 +135,7 @@ def make_draft_from_logits_fn(config: DraftConfig, *, implementation: str | None
     donating, keeping = Program(from_logits, donate="base_logits"), Program(from_logits)
 
     def prepare(head: Any, base_logits: Any, anchor_ids: Any, sampling: Any = None, hidden: Any = None) -> tuple:
+        _check_alive("base_logits", base_logits)
         base, anchor, hidden = prepare_logits(check_head(head), base_logits, anchor_ids, hidden)
         S, B, Vd = base.shape
         static, draw = _options(config, head, S, "base_logits.shape[0]", B, sampling, implementation)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import check_int, check_topk, invalid
+from .checks import check_int, check_topk, invalid
 from .drafter import Drafter
 from .generate import Generated, generate
 from .target import Target

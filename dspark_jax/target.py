@@ -15,7 +15,7 @@ from flax import nnx
 from .backbone_config import BackboneConfig
 from .cache import KVCache, make_kv_cache
 from .checkpoint.read import TensorFiles
-from .config import invalid, read_json_config
+from .checks import invalid, read_json_config
 from .heads import product, rows
 from .layers import DecoderLayer, Take, rms_norm, run_layers
 from .weights import WeightTaker

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .config import invalid
+from .checks import invalid
 from .entry import as_array, check_shape
 from .sampling import canonical, safe_temperature
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .config import METHODS, check_choice, check_int, invalid
+from .checks import check_choice, check_int, invalid
+from .config import METHODS
 from .distributions import Target, draft_distribution
 from .entry import coerce_floats, coerce_ids, coerce_sampling
 from .sampling import ACCEPT, RESIDUAL, choose, gumbel_from_bits, noise_bits, row_is_valid, uniform_from_bits

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .config import invalid
+from .checks import invalid
 from .entry import as_array, coerce_floats, coerce_ids
 from .types import DraftBlock
 

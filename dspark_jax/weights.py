@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .config import DTYPES, dtype_name
+from .checks import DTYPES, dtype_name
 
 
 class WeightTaker:

@@ -132,7 +132,15 @@ BAD = {
     "wrong rank": (lambda b: [*COMMAND[:3], b(hidden=np.zeros((7, 192), np.float32))], "expected 3 dimensions"),
     "wrong width": (lambda b: [*COMMAND[:3], b(hidden=np.zeros((24, 7, 191), np.float32))], "hidden.shape"),
     "wrong rows": (lambda b: [*COMMAND[:3], b(position=np.zeros(23, np.int32))], "found 23 rows, expected 24"),
-    "float anchors": (lambda b: [*COMMAND[:3], b(anchor_ids=np.zeros(24, np.float32))], "anchor_ids.dtype"),
+    "float anchors": (
+        lambda b: [*COMMAND[:3], b(anchor_ids=np.zeros(24, np.float32))],
+        "'anchor_ids': found dtype float32",
+    ),
+    "float position": (
+        lambda b: [*COMMAND[:3], b(position=np.zeros(24, np.float32))],
+        "'position': found dtype float32",
+    ),
+    "negative position": (lambda b: [*COMMAND[:3], b(position=np.full(24, -1, np.int32))], "'position': found -1"),
 }
 
 
@@ -153,3 +161,23 @@ def test_module_runs_as_a_program_without_a_traceback():
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "CHECKPOINT" in done.stderr
+
+
+def test_bad_rows_are_null_in_valid_json(broken, capsys):
+    """A NaN row and an anchor beyond 64 bits of sign: JSON stays JSON, the other blocks stay as they are."""
+    recorded = load_file(RECORDED)
+    hidden, anchors = recorded["hidden"].copy(), recorded["anchor_ids"].astype(np.uint64)
+    hidden[0, 0] = np.nan
+    anchors[1] = 2**64 - 1
+    good = run_json(capsys)["blocks"]
+    assert main([*COMMAND[:3], broken(hidden=hidden, anchor_ids=anchors), "--json"]) == 0
+
+    def refuse(word):
+        raise AssertionError(f"not JSON: {word}")
+
+    bad = json.loads(capsys.readouterr().out, parse_constant=refuse)["blocks"]
+    assert [b["valid"] for b in bad] == [False, False, *[True] * 22]
+    assert bad[0]["confidence"][0] is None
+    assert bad[1]["anchor_text"] is None
+    for a, b in zip(good[2:], bad[2:], strict=True):
+        assert (a["tokens"], a["text"]) == (b["tokens"], b["text"])

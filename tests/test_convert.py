@@ -245,7 +245,7 @@ def test_the_config_is_flat_and_explicit(tmp_path, fixture):
 
 
 def test_rules_of_a_jax_server_loader(tmp_path):
-    """What sglang-jax's Qwen3 DSpark loader demands of a directory and its config, as FORMATS.md lists it."""
+    """What sglang-jax's Qwen3 DSpark loader demands of a directory and its config (its pull request 1632)."""
     manifest = convert(make("speculators-full", tmp_path), tmp_path / "out", target=make("target", tmp_path))
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
     allowed = {"BF16", "F16", "F32", "I64", "I32", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"}

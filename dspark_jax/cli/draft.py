@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         "temperature": args.temperature,
         "outputs": config.outputs,
         **measured,
-        "blocks": _blocks(block, anchors, positions, dense, tokenizer),
+        "blocks": _blocks(block, anchors, positions, dense, tokenizer, head.config.vocab_size),
     }
     if args.json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
@@ -120,6 +121,10 @@ def _read_recorded(path: str) -> tuple[Any, Any, Any]:
             raise ValueError(
                 f"{path}: tensor {name!r}: found {array.shape[0]} rows, expected {hidden.shape[0]} as in hidden"
             )
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"{path}: tensor {name!r}: found dtype {array.dtype}, expected integers")
+    if positions.size and int(positions.min()) < 0:
+        raise ValueError(f"{path}: tensor 'position': found {int(positions.min())}, expected indices of a sequence")
     return hidden, anchors, positions
 
 
@@ -146,7 +151,9 @@ def _draft_and_time(head: Any, config: Any, hidden: Any, anchors: Any, sampling:
     }
 
 
-def _blocks(block: Any, anchors: Any, positions: Any, dense: Any, tokenizer: Any) -> list[dict[str, Any]]:
+def _blocks(
+    block: Any, anchors: Any, positions: Any, dense: Any, tokenizer: Any, vocab_size: int
+) -> list[dict[str, Any]]:
     import numpy as np
 
     tokens, num_draft, valid = (np.asarray(x) for x in (block.tokens, block.num_draft, block.valid))
@@ -163,11 +170,13 @@ def _blocks(block: Any, anchors: Any, positions: Any, dense: Any, tokenizer: Any
                 "anchor_id": int(anchors[b]),
                 "position": int(positions[b]),
                 "tokens": row,
-                "anchor_text": decode([int(anchors[b])]) if int(anchors[b]) >= 0 else None,
+                "anchor_text": decode([int(anchors[b])]) if 0 <= int(anchors[b]) < vocab_size else None,
                 "text": decode(row),
                 "num_draft": int(num_draft[b]),
                 "valid": bool(valid[b]),
-                "confidence": None if confidence is None else [round(float(c), 6) for c in confidence[b]],
+                "confidence": None
+                if confidence is None
+                else [round(float(c), 6) if math.isfinite(c) else None for c in confidence[b]],
                 "equals_dense": None if dense is None else bool((dense[b] == tokens[b]).all()),
             }
         )
@@ -209,7 +218,9 @@ def _print_table(report: dict[str, Any], *, has_text: bool) -> None:
     for number, b in enumerate(blocks):
         text = _quoted(b["text"]) if has_text else " ".join(map(str, b["tokens"]))
         after = _quoted(b["anchor_text"]) if has_text and b["anchor_text"] is not None else str(b["anchor_id"])
-        shown = "-" if b["confidence"] is None else " ".join(f"{c:.2f}" for c in b["confidence"])
+        shown = (
+            "-" if b["confidence"] is None else " ".join("nan" if c is None else f"{c:.2f}" for c in b["confidence"])
+        )
         count = str(b["num_draft"]) if b["valid"] else f"{b['num_draft']} (invalid)"
         line = [str(number), str(b["position"]), after, text, count, shown]
         if k is not None:

@@ -72,7 +72,7 @@ def target_step(directory: str, context: int) -> Callable[[int], Callable[[], An
     import jax
     import jax.numpy as jnp
 
-    from dspark_jax.config import check_int
+    from dspark_jax.checks import check_int
     from dspark_jax.target import load_target
 
     check_int("--context", context, 1)
