@@ -36,7 +36,7 @@ def stored(path):
 
 
 def by_hand(name):
-    """Rename a source tensor as FORMATS describes it, written out again without the library's table."""
+    """Rename a source tensor as each family spells it, written out again without the library's table."""
     for prefix in ("_orig_mod.", "model.", "logit_head."):
         name = name.removeprefix(prefix)
     for old, new in (
