@@ -1,4 +1,4 @@
-"""load_head: the right arrays in the right places, or an error that names the tensor or key (docs/pitfalls.md 17-20, 29-33)."""
+"""load_head: the right arrays in the right places, or an error that names tensor or key (pitfalls 17-20, 29-33)."""
 
 import json
 import os
