@@ -80,15 +80,17 @@ def safe_temperature(temperature: jax.Array) -> jax.Array:
     return jnp.where(is_greedy(temperature), 1.0, jnp.minimum(temperature, 1e30)).astype(jnp.float32)
 
 
-def scores(logits: jax.Array, temperature: jax.Array, bits: jax.Array) -> jax.Array:
+def scores(logits: jax.Array, temperature: jax.Array, bits: jax.Array, top: jax.Array | None = None) -> jax.Array:
     """Return what a draw maximises: (logits - their maximum) / T + Gumbel noise, or the logits in greedy rows.
 
     Args:
         logits: float32 [B, n]; temperature: float32 [B]; bits: uint32 [B, n].
+        top: float32 [B, 1], the rows' maxima where the caller has them.
     """
     # Relative to the maximum, which leaves the noise its precision at low temperatures; equal +inf stay equally likely.
     # (By argmax, which XLA keeps apart: it fuses a maximum into the in-place update of the row, then copies the buffer.)
-    top = jnp.take_along_axis(logits, jnp.argmax(logits, axis=1)[:, None], axis=1)
+    if top is None:
+        top = jnp.take_along_axis(logits, jnp.argmax(logits, axis=1)[:, None], axis=1)
     relative = jnp.where(logits == top, 0.0, logits - top)
     noisy = relative / safe_temperature(temperature)[:, None] + gumbel_from_bits(bits)
     return jnp.where(is_greedy(temperature)[:, None], logits, noisy)

@@ -20,7 +20,8 @@ from jax import lax
 from . import sampling
 from .heads import DSparkHead, VanillaMarkovHead, bias, bias_at
 from .kernels import dispatch
-from .kernels.step import dense_step
+from .kernels.dispatch import round_to
+from .kernels.step import Score, dense_step
 from .kernels.walk import walk
 from .types import DraftSampling
 
@@ -70,15 +71,6 @@ def take_steps(
         return plain()
     fast = partial(in_kernels, *args, keep=keep, dtype=dtype)
     return dispatch.run(kernel, implementation, xla=plain, pallas=fast)
-
-
-def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round float32 to the values of `dtype`, staying float32.
-
-    XLA may drop a cast to a narrower type and back; it must keep an explicit reduction of precision.
-    """
-    info = jnp.finfo(dtype)
-    return x if info.bits == 32 else lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
 
 def in_xla(
@@ -155,10 +147,16 @@ def _choose(logits: jax.Array, ids: jax.Array | None, step: jax.Array, draw: Dra
     return ids[slot] if ids.ndim == 1 else jnp.take_along_axis(ids, slot[:, None], axis=1)[:, 0]
 
 
-def _score(logits: jax.Array, ids: jax.Array, step: jax.Array, draw: Any) -> jax.Array:
+def _score(logits: jax.Array, ids: jax.Array, step: jax.Array, draw: Any, top: jax.Array | None = None) -> jax.Array:
     """Return what a draw maximises over rows [B, n] of target ids [B, n] or [n]; kernels call it on their blocks."""
     bits = sampling.noise_bits(draw.seed[:, None], draw.position[:, None], step, sampling.DRAFT, ids)
-    return sampling.scores(logits, draw.temperature, bits)
+    return sampling.scores(logits, draw.temperature, bits, top)
+
+
+def _shift(delta: jax.Array, draw: Any) -> jax.Array:
+    """Return what scores change by when the maximum that they are relative to changes by -delta [..., B]."""
+    cold = sampling.is_greedy(draw.temperature)
+    return jnp.where(cold, 0.0, delta / sampling.safe_temperature(draw.temperature))
 
 
 def in_kernels(
@@ -177,7 +175,7 @@ def in_kernels(
     markov = head.markov
     assert markov is not None
     w1, w2 = markov.markov_w1[...], markov.markov_w2[...]
-    score = None if draw is None else _score
+    score = None if draw is None else Score(_score, _shift)
     options = {"keep": keep, "dtype": dtype, "draw": draw, "score": score, "interpret": interpret}
     # The latent of a vanilla head is the embedding itself: the kernels look it up by the previous token.
     table = type(markov) is VanillaMarkovHead and w1.dtype == w2.dtype

@@ -21,11 +21,13 @@ def _small(shapes: tuple[Shape, ...], big: int = 2) -> int:
 def dense_step(call: PallasCall) -> int:
     """Read w2, one slab of the base and a latent per request; write the slab (where kept) and the summaries."""
     step, prev, latents, w2, base, *others = call.operands
-    *written, top, code = call.results
+    summaries = [result for result in call.results if len(result.dims) == 2]
+    written = [result for result in call.results if len(result.dims) == 3]
     S, B, _ = base.dims
     latent = B * w2.dims[1] * BYTES[latents.dtype]
     slabs = base.nbytes // S + sum(buffer.nbytes // S for buffer in written)
-    return step.nbytes + prev.nbytes + latent + w2.nbytes + slabs + _small(tuple(others)) + top.nbytes + code.nbytes
+    small = _small(tuple(others)) + sum(summary.nbytes for summary in summaries)
+    return step.nbytes + prev.nbytes + latent + w2.nbytes + slabs + small
 
 
 def walk(call: PallasCall) -> int:

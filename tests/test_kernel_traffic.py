@@ -22,7 +22,15 @@ from kernel_rules import RULES
 from dspark_jax.kernels import pick, step, walk
 from dspark_jax.kernels.keys import to_keys
 
-NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32", "uint32": "u32", "uint16": "u16"}
+NAMES = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "int32": "s32",
+    "uint32": "u32",
+    "uint16": "u16",
+    "int8": "s8",
+}
 
 
 class Counted:
@@ -116,7 +124,7 @@ def arrays(S, B, n, r, dtype, V=200, seed=0):
 def test_dense_step_reads_w2_once_and_one_slab(counted, B, n, dtype, keep, reduced):
     base, w1, w2, prev = arrays(3, B, n, 20, dtype)
     targets = jnp.arange(n, dtype=jnp.int32) * 2 if reduced else None
-    score = lambda x, ids, s, draw: x * draw["scale"][:, None]  # noqa: E731
+    score = step.Score(lambda x, ids, s, draw, top: x - top, lambda delta, draw: delta * draw["scale"])
     out, token, valid = step.dense_step(
         base=base, rows=None, step=jnp.int32(1), prev=prev, latents=w1, w2=w2, keep=keep, dtype=base.dtype,
         target_ids=targets, draw={"scale": jnp.ones(B)}, score=score,

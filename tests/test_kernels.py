@@ -9,7 +9,7 @@ from helpers import assert_logits, f32, make_head, make_inputs
 from dspark_jax import DraftSampling, draft_block, draft_from_logits, make_buffer, make_draft_fn, sampling
 from dspark_jax.config import DraftConfig
 from dspark_jax.kernels import dispatch, select
-from dspark_jax.kernels.step import best_of_blocks, dense_step
+from dspark_jax.kernels.step import Summary, best_of_blocks, dense_step
 from dspark_jax.kernels.walk import walk
 from dspark_jax.steps import Rows, in_kernels, in_xla
 
@@ -124,8 +124,9 @@ def test_only_the_named_slab_is_written():
 def test_ties_go_to_the_lowest_target_id():
     """Equal values across blocks (dense) and across chunks and slots (candidates)."""
     top = jnp.asarray([[1.0, 2.0], [1.0, 3.0], [1.0, 3.0]])
-    code = jnp.asarray([[4 * 9 + 1, 4 * 1 + 1], [4 * 7 + 1, 4 * 5 + 3], [4 * 8 + 1, 4 * 4 + 1]], jnp.int32)
-    token, valid = best_of_blocks(top, code)
+    best = jnp.asarray([[9, 1], [7, 5], [8, 4]], jnp.int32)
+    flags = jnp.asarray([[1, 1], [1, 3], [1, 1]], jnp.int8)
+    token, valid = best_of_blocks(Summary(jnp.zeros(()), top, best, flags))
     assert token.tolist() == [7, 4]
     assert valid.tolist() == [True, False]
     ids = jnp.asarray([[[200, 3, 40, 7, 5]]], jnp.int32)

@@ -61,14 +61,26 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round float32 to the values of `dtype`, staying float32.
+
+    XLA may drop a cast to a narrower type and back; it must keep an explicit reduction of precision.
+    """
+    info = jnp.finfo(dtype)
+    if info.bits == 32:
+        return x
+    reduced = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if dtype != jnp.float16:
+        return reduced
+    # The reduction flushes float16's subnormal numbers, the multiples of 2**-24 below 2**-14; float32 numbers from 1/2
+    # to 1 have that spacing.
+    return jnp.where(jnp.abs(x) < 2.0**-14, (x + 0.75) - 0.75, reduced)
+
+
 def rounded(x: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
     """Round float32 to the values of `dtype` inside a kernel, staying float32."""
-    if dtype == jnp.float32:
-        return x
-    if interpret:  # XLA may drop a cast to a narrower type and back, Triton keeps it
-        info = jnp.finfo(dtype)
-        return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    return x.astype(dtype).astype(jnp.float32)
+    # Triton keeps a cast to a narrower type and back, and knows no other way.
+    return round_to(x, dtype) if interpret or dtype == jnp.float32 else x.astype(dtype).astype(jnp.float32)
 
 
 def load(ref: Any, index: tuple[Any, ...], mask: jax.Array | None = None, other: Any = None) -> jax.Array:

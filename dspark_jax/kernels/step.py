@@ -16,7 +16,7 @@ S steps, B requests, n columns (draft ids), r rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,20 @@ from jax.experimental import pallas as pl
 
 from .dispatch import WHOLE, load, pallas_call, power_of_two, rounded, store
 
-# (rows float32 [b, m], ids int32 [b, m], step, draw: leaves [b]) -> scores float32 [b, m]; None maximises the rows.
-Score = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array] | None
+
+class Score(NamedTuple):
+    """How rows are scored, relative to a maximum that a block alone cannot know.
+
+    Attributes:
+        of: (rows float32 [b, m], ids int32 [b, m], step, draw, maxima [b, 1] of these rows) -> scores float32 [b, m],
+            relative to the maxima; draw is a pytree of leaves [b].
+        shift: (delta float32 [..., b], draw) -> what to add to scores when the maximum that they are relative to gives
+            way to a larger one; delta is the old maximum less the new one.
+    """
+
+    of: Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], jax.Array]
+    shift: Callable[[jax.Array, Any], jax.Array]
+
 
 NO_ID = (1 << 29) - 1  # ids share a word with two flags
 RANK_CHUNK = 256  # of the product's inner axis at a time
@@ -46,7 +58,7 @@ def dense_step(
     live: int | None = None,
     target_ids: jax.Array | None = None,
     draw: Any = None,
-    score: Score = None,
+    score: Score | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Correct rows[step] and choose a token per request.
@@ -82,7 +94,7 @@ def dense_step(
     def kernel(*refs):
         inputs, outputs = refs[: len(operands)], refs[len(operands) :]
         step_ref, prev_ref, latent_ref, w2_ref, base_ref, *rest = inputs
-        top_ref, code_ref = outputs[-2:]
+        *maximum_ref, top_ref, id_ref, flag_ref = outputs[1:] if keep else outputs
         j, s = pl.program_id(0), step_ref[0]
         column = j * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
         inside = column < n
@@ -106,55 +118,98 @@ def dense_step(
             if keep:
                 store(outputs[0], place, x.astype(dtype), mask)
             drawn = jax.tree.unflatten(tree, [load(ref, (b,), b < B, 0) for ref in rest[: len(leaves)]])
-            top, best, flags = summarize(x, ids[None, :], (column < live)[None, :], s, drawn, score)
-            store(top_ref, (j, b), top, b < B)
-            store(code_ref, (j, b), 4 * best + flags, b < B)
+            found = summarize(x, ids[None, :], (column < live)[None, :], s, drawn, score)
+            for ref in maximum_ref:
+                store(ref, (j, b), found.maximum, b < B)
+            store(top_ref, (j, b), found.score, b < B)
+            store(id_ref, (j, b), found.id, b < B)
+            store(flag_ref, (j, b), found.flags.astype(jnp.int8), b < B)
 
         lax.fori_loop(0, pl.cdiv(B, tile), one_tile, None)
 
-    summary = [jax.ShapeDtypeStruct((blocks, B), jnp.float32), jax.ShapeDtypeStruct((blocks, B), jnp.int32)]
+    kinds = [jnp.float32] * (1 if score is None else 2) + [jnp.int32, jnp.int8]
+    summary = [jax.ShapeDtypeStruct((blocks, B), kind) for kind in kinds]
     written = [jax.ShapeDtypeStruct((S, B, n), dtype)] if keep else []
     aliases = {4 if in_place else len(operands) - 1: 0} if keep else {}
-    *buffer, top, code = pallas_call(
+    results = pallas_call(
         kernel, name="dspark_dense_step", interpret=interpret, grid=(blocks,), num_warps=4 if tile < 64 else 8,
-        in_specs=[WHOLE] * len(operands), out_specs=[WHOLE] * (2 + len(written)), out_shape=written + summary,
+        in_specs=[WHOLE] * len(operands), out_specs=[WHOLE] * len(written + summary), out_shape=written + summary,
         input_output_aliases=aliases,
     )(*operands)  # fmt: skip
-    tokens, valid = best_of_blocks(top, code)
+    buffer, blocks = results[: len(written)], results[len(written) :]
+    if score is None:
+        blocks = [jnp.zeros((), jnp.float32), *blocks]
+    tokens, valid = best_of_blocks(Summary(*blocks), draw, score)
     return (buffer[0] if keep else None), tokens, valid
 
 
-def summarize(x: jax.Array, ids: jax.Array, counted: jax.Array, step: jax.Array, draw: Any, score: Score) -> Summary:
-    """Reduce rows [b, m] to their summaries [b].
+class Summary(NamedTuple):
+    """What is known of some columns of rows [b]: their maximum, the best score relative to it, its id, and flags.
+
+    flags = 2 * (holds NaN) + (holds something finite). The maximum is 0 where scores are the values themselves.
+    """
+
+    maximum: jax.Array
+    score: jax.Array
+    id: jax.Array
+    flags: jax.Array
+
+
+def summarize(
+    x: jax.Array, ids: jax.Array, counted: jax.Array, step: jax.Array, draw: Any, score: Score | None
+) -> Summary:
+    """Reduce rows [b, m] to their summary.
 
     Scores of NaN count as -inf; among equals the lowest id wins; columns that are not `counted` count for nothing.
     """
     ids = jnp.broadcast_to(ids, x.shape)
-    scores = x if score is None else score(x, ids, step, draw)
+    x = jnp.where(counted, x, -jnp.inf)
+    maximum = jnp.zeros(x.shape[:1], jnp.float32)
+    if score is not None:
+        maximum = jnp.max(jnp.where(x == x, x, -jnp.inf), axis=1)
+    scores = x if score is None else score.of(x, ids, step, draw, maximum[:, None])
     scores = jnp.where(counted & (scores == scores), scores, -jnp.inf)
     top = jnp.max(scores, axis=1)
     lowest = jnp.min(jnp.where(counted & (scores == top[:, None]), ids, NO_ID), axis=1)
     finite = jnp.max((counted & (jnp.abs(x) < jnp.inf)).astype(jnp.int32), axis=1)
     broken = jnp.max((counted & (x != x)).astype(jnp.int32), axis=1)
-    return top, lowest, 2 * broken + finite
-
-
-Summary = tuple[jax.Array, jax.Array, jax.Array]  # best score, its id, flags: 2 * holds NaN + holds a finite value
-
-
-def better(a: Summary, b: Summary) -> Summary:
-    """Combine two summaries: the higher score, then the lower id; flags of both."""
-    (top_a, id_a, flags_a), (top_b, id_b, flags_b) = a, b
-    take_b = (top_b > top_a) | ((top_b == top_a) & (id_b < id_a))
-    return jnp.maximum(top_a, top_b), jnp.where(take_b, id_b, id_a), flags_a | flags_b
+    return Summary(maximum, top, lowest, 2 * broken + finite)
 
 
 def nothing() -> Summary:
     """Return the summary of no columns."""
-    return jnp.float32(-jnp.inf), jnp.int32(NO_ID), jnp.int32(0)
+    return Summary(jnp.float32(-jnp.inf), jnp.float32(-jnp.inf), jnp.int32(NO_ID), jnp.int32(0))
 
 
-def best_of_blocks(top: jax.Array, code: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Reduce the summaries [blocks, B] of a row's blocks to (token [B], valid [B]), in one reduction."""
-    _, token, flags = lax.reduce((top, code >> 2, code & 3), nothing(), lambda a, b: better(a, b), (0,))
+def relative_to(maximum: jax.Array, score: jax.Array, common: jax.Array, draw: Any, rule: Score | None) -> jax.Array:
+    """Bring scores that are relative to `maximum` to a common, larger one."""
+    if rule is None:
+        return score
+    # Equal infinities differ by nothing.
+    return score + rule.shift(jnp.where(maximum == common, 0.0, maximum - common), draw)
+
+
+def better(a: tuple, b: tuple) -> tuple:
+    """Combine (score, id, flags) of two parts: the higher score, then the lower id; flags of both."""
+    (score_a, id_a, flags_a), (score_b, id_b, flags_b) = a, b
+    take_b = (score_b > score_a) | ((score_b == score_a) & (id_b < id_a))
+    return jnp.maximum(score_a, score_b), jnp.where(take_b, id_b, id_a), flags_a | flags_b
+
+
+def merge(a: Summary, b: Summary, draw: Any, rule: Score | None) -> Summary:
+    """Combine the summaries of two parts of a row."""
+    common = jnp.maximum(a.maximum, b.maximum)
+    parts = [(relative_to(part.maximum, part.score, common, draw, rule), part.id, part.flags) for part in (a, b)]
+    return Summary(common, *better(*parts))
+
+
+def best_of_blocks(blocks: Summary, draw: Any = None, rule: Score | None = None) -> tuple[jax.Array, jax.Array]:
+    """Reduce the summaries [blocks, B] of a row's blocks to (token [B], valid [B])."""
+    scores = blocks.score
+    if rule is not None:
+        common = jnp.max(blocks.maximum, axis=0)
+        scores = relative_to(blocks.maximum, scores, common, draw, rule)
+    # Id and flags are what the kernel wrote: anything computed from them first would be written out again.
+    start = (jnp.float32(-jnp.inf), jnp.int32(NO_ID), jnp.zeros((), blocks.flags.dtype))
+    _, token, flags = lax.reduce((scores, blocks.id, blocks.flags), start, better, (0,))
     return token, flags == 1

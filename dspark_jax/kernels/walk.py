@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .dispatch import WHOLE, load, pallas_call, power_of_two, rounded, store
-from .step import Score, better, nothing, summarize
+from .step import Score, Summary, merge, nothing, summarize
 
 TILE = 16384  # elements of w2 in flight
 
@@ -39,7 +39,7 @@ def walk(
     step: jax.Array | None = None,
     target_ids: jax.Array | None = None,
     draw: Any = None,
-    score: Score = None,
+    score: Score | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Walk all steps, or take the one step `step`.
@@ -78,7 +78,8 @@ def walk(
         b = pl.program_id(0)
         start = first_ref[0]
         q = lax.broadcasted_iota(jnp.int32, (lanes,), 0)
-        drawn = jax.tree.unflatten(tree, [load(ref, (b,))[None] for ref in rest[: len(leaves)]])
+        one_draw = jax.tree.unflatten(tree, [load(ref, (b,)) for ref in rest[: len(leaves)]])
+        drawn = jax.tree.map(lambda leaf: leaf[None], one_draw)
 
         def one_step(i, prev):
             s = start + i
@@ -95,11 +96,11 @@ def walk(
                 x = rounded(x + jnp.sum(w.astype(jnp.float32) * e[None, :], axis=1), dtype, interpret)
                 if keep:
                     store(outputs[0], (s, b, at), x.astype(dtype), inside)
-                summary = summarize(x[None, :], named[None, :], inside[None, :], s, drawn, score)
-                top, lowest, flags = (jnp.max(part) for part in summary)  # of one row each
-                return better(best, (top, lowest, flags))
+                found = summarize(x[None, :], named[None, :], inside[None, :], s, drawn, score)
+                one = Summary(*(jnp.max(part) for part in found))  # of one row each
+                return merge(best, one, one_draw, score)
 
-            _, token, flags = lax.fori_loop(0, pl.cdiv(k, chunk), one_chunk, nothing())
+            _, _, token, flags = lax.fori_loop(0, pl.cdiv(k, chunk), one_chunk, nothing())
             store(code_ref, (i, b), 4 * token + flags)
             return token
 
