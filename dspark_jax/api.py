@@ -72,7 +72,8 @@ def draft_block(
         hidden: [B, S, H] float, hidden states of the S draft slots.
         anchor_ids: int [B], the token before the first draft position; an id outside [0, V) makes its request invalid.
         sampling: None drafts greedily; a DraftSampling draws each token from softmax(logits / temperature).
-        topk: k candidates per step, chosen from the base logits; None uses the whole draft vocabulary.
+        topk: k candidates per step, chosen from the base logits, 1 <= k <= Vd; None uses the whole draft vocabulary.
+            Padding (Vd > V) is no candidate: k beyond V is V.
         outputs: "tokens"; "logits" adds block.logits [S, B, V]; "candidates" adds candidate ids and logits [S, B, k].
         logits_dtype: dtype of the corrected logits that tokens are drawn from; None takes the head's.
         min_confidence: prune at the first step whose conditional confidence is below it (block.num_draft).

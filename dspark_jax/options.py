@@ -33,7 +33,8 @@ def static_options(
 ) -> dict[str, Any]:
     """Return what is static about a draft: topk, outputs, logits_dtype and implementation, checked."""
     check_choice("outputs", outputs, OUTPUTS)
-    k = check_topk(topk, head.config.draftable)
+    k = check_topk(topk, head.config.Vd)
+    k = None if k is None else min(k, head.config.draftable)  # padding is never a candidate
     if outputs == "candidates" and k is None:
         raise invalid("outputs", "candidates", "a topk beside it (a dense draft has no candidates)")
     dtype = head.dtype if logits_dtype is None else dtype_name("logits_dtype", logits_dtype)

@@ -88,7 +88,7 @@ def scores(logits: jax.Array, temperature: jax.Array, bits: jax.Array, top: jax.
         top: float32 [B, 1], the rows' maxima where the caller has them.
     """
     # Relative to the maximum, which leaves the noise its precision at low temperatures; equal +inf stay equally likely.
-    # (By argmax, which XLA keeps apart: it fuses a maximum into the in-place update of the row, then copies the buffer.)
+    # By argmax, which XLA keeps apart: it fuses a maximum into the in-place update of the row and copies the buffer.
     if top is None:
         top = jnp.take_along_axis(logits, jnp.argmax(logits, axis=1)[:, None], axis=1)
     relative = jnp.where(logits == top, 0.0, logits - top)

@@ -357,6 +357,21 @@ def test_an_infinite_temperature_draws_among_the_finite_tokens(topk):
     assert set(np.asarray(block.tokens).ravel().tolist()) == {0, 2, 4, 6}
 
 
+@pytest.mark.parametrize("topk", [None, 3])
+@pytest.mark.parametrize("logits", [[20, 20, -5], [np.inf, np.inf, 3]])
+def test_equal_logits_are_drawn_equally_at_any_temperature(logits, topk):
+    """logits / T = 2e6 would swallow the noise (48.5% against 51.5%); two infinite logits have a half each."""
+    B = 1 << 18
+    for temperature in (1.1e-5, 1e-3, 1.0):
+        params = DraftSampling(np.full(B, temperature), np.arange(B), np.zeros(B, int))
+        rows = np.broadcast_to(np.asarray(logits, np.float32), (1, B, 3))
+        head = make_head(None, V=3, H=2, confidence=None)
+        block = dspark_jax.draft_from_logits(head, rows, np.zeros(B, int), sampling=params, topk=topk)
+        counts = np.bincount(np.asarray(block.tokens)[:, 0], minlength=3)
+        assert counts[2] == 0
+        assert abs(counts[0] / B - 0.5) < 5 * 0.5 / B**0.5
+
+
 def test_case_7_sampling_draws_and_greedy_does_not():
     """Logits [2, 1.5, 1, .5] at T = 1: token 0 with p = .455, not always."""
     head = make_head(None, V=4, H=2, confidence=None)
