@@ -119,18 +119,19 @@ class BackboneConfig:
             if gemma and get(name):
                 raise invalid(name, get(name), "none: experts, per-layer inputs and shared keys are not supported")
         key_is_value = gemma and check_bool("attention_k_eq_v", get("attention_k_eq_v", False))
-        heads = _required(get, "num_attention_heads")
+        heads = check_int("num_attention_heads", _required(get, "num_attention_heads"), 1)
         head_dim = get("global_head_dim" if gemma else "head_dim", get("head_dim"))
+        hidden = check_int("hidden_size", _required(get, "hidden_size"), 1)
         layers = check_int("num_hidden_layers", _required(get, "num_hidden_layers"), 1)
         windows = _read_windows(get, layers)
         return cls(
             vocab_size=_required(get, "vocab_size"),
-            hidden_size=_required(get, "hidden_size"),
+            hidden_size=hidden,
             intermediate_size=_required(get, "intermediate_size"),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=get("num_global_key_value_heads" if key_is_value else "num_key_value_heads", heads),
-            head_dim=_required(get, "hidden_size") // heads if head_dim is None else head_dim,
+            head_dim=hidden // heads if head_dim is None else head_dim,
             style="gemma4" if gemma else "qwen3",
             activation=get("hidden_activation", get("hidden_act", "gelu_pytorch_tanh" if gemma else "silu")),
             rms_norm_eps=get("rms_norm_eps", 1e-6),
@@ -183,6 +184,8 @@ def _read_causal(raw: Mapping[str, Any], windows: tuple[int | None, ...]) -> boo
 
 def _read_rope(layer: Mapping[str, Any], gemma: bool) -> dict[str, Any]:
     parameters = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise invalid("rope_parameters", parameters, "an object")
     if isinstance(parameters.get("full_attention"), Mapping):
         parameters = parameters["full_attention"]
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
