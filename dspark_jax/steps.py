@@ -153,10 +153,9 @@ def _score(logits: jax.Array, ids: jax.Array, step: jax.Array, draw: Any, top: j
     return sampling.scores(logits, draw.temperature, bits, top)
 
 
-def _shift(delta: jax.Array, draw: Any) -> jax.Array:
-    """Return what scores change by when the maximum that they are relative to changes by -delta [..., B]."""
-    cold = sampling.is_greedy(draw.temperature)
-    return jnp.where(cold, 0.0, delta / sampling.safe_temperature(draw.temperature))
+def _rate(draw: Any) -> jax.Array:
+    """Return by how much scores rise per unit by which the maximum they are relative to falls: 1 / T, 0 for greedy."""
+    return jnp.where(sampling.is_greedy(draw.temperature), 0.0, 1.0 / sampling.safe_temperature(draw.temperature))
 
 
 def in_kernels(
@@ -175,7 +174,7 @@ def in_kernels(
     markov = head.markov
     assert markov is not None
     w1, w2 = markov.markov_w1[...], markov.markov_w2[...]
-    score = None if draw is None else Score(_score, _shift)
+    score = None if draw is None else Score(_score, _rate)
     options = {"keep": keep, "dtype": dtype, "draw": draw, "score": score, "interpret": interpret}
     # The latent of a vanilla head is the embedding itself: the kernels look it up by the previous token.
     table = type(markov) is VanillaMarkovHead and w1.dtype == w2.dtype

@@ -124,7 +124,7 @@ def arrays(S, B, n, r, dtype, V=200, seed=0):
 def test_dense_step_reads_w2_once_and_one_slab(counted, B, n, dtype, keep, reduced):
     base, w1, w2, prev = arrays(3, B, n, 20, dtype)
     targets = jnp.arange(n, dtype=jnp.int32) * 2 if reduced else None
-    score = step.Score(lambda x, ids, s, draw, top: x - top, lambda delta, draw: delta * draw["scale"])
+    score = step.Score(lambda x, ids, s, draw, top: x - top, lambda draw: draw["scale"])
     out, token, valid = step.dense_step(
         base=base, rows=None, step=jnp.int32(1), prev=prev, latents=w1, w2=w2, keep=keep, dtype=base.dtype,
         target_ids=targets, draw={"scale": jnp.ones(B)}, score=score,

@@ -32,12 +32,11 @@ class Score(NamedTuple):
     Attributes:
         of: (rows float32 [b, m], ids int32 [b, m], step, draw, maxima [b, 1] of these rows) -> scores float32 [b, m],
             relative to the maxima; draw is a pytree of leaves [b].
-        shift: (delta float32 [..., b], draw) -> what to add to scores when the maximum that they are relative to gives
-            way to a larger one; delta is the old maximum less the new one.
+        rate: draw -> [b], by how much scores rise for each unit by which the maximum they are relative to falls.
     """
 
     of: Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], jax.Array]
-    shift: Callable[[jax.Array, Any], jax.Array]
+    rate: Callable[[Any], jax.Array]
 
 
 NO_ID = (1 << 29) - 1  # ids share a word with two flags
@@ -139,7 +138,7 @@ def dense_step(
     buffer, blocks = results[: len(written)], results[len(written) :]
     if score is None:
         blocks = [jnp.zeros((), jnp.float32), *blocks]
-    tokens, valid = best_of_blocks(Summary(*blocks), draw, score)
+    tokens, valid = best_of_blocks(Summary(*blocks), None if score is None else score.rate(draw))
     return (buffer[0] if keep else None), tokens, valid
 
 
@@ -181,12 +180,10 @@ def nothing() -> Summary:
     return Summary(jnp.float32(-jnp.inf), jnp.float32(-jnp.inf), jnp.int32(NO_ID), jnp.int32(0))
 
 
-def relative_to(maximum: jax.Array, score: jax.Array, common: jax.Array, draw: Any, rule: Score | None) -> jax.Array:
+def relative_to(maximum: jax.Array, score: jax.Array, common: jax.Array, rate: jax.Array) -> jax.Array:
     """Bring scores that are relative to `maximum` to a common, larger one."""
-    if rule is None:
-        return score
-    # Equal infinities differ by nothing.
-    return score + rule.shift(jnp.where(maximum == common, 0.0, maximum - common), draw)
+    # Equal infinities differ by nothing, and nothing times infinity is nothing here.
+    return score + jnp.where((maximum == common) | (rate == 0), 0.0, (maximum - common) * rate)
 
 
 def better(a: tuple, b: tuple) -> tuple:
@@ -196,20 +193,27 @@ def better(a: tuple, b: tuple) -> tuple:
     return jnp.maximum(score_a, score_b), jnp.where(take_b, id_b, id_a), flags_a | flags_b
 
 
-def merge(a: Summary, b: Summary, draw: Any, rule: Score | None) -> Summary:
-    """Combine the summaries of two parts of a row."""
+def merge(a: Summary, b: Summary, rate: jax.Array | None) -> Summary:
+    """Combine the summaries of two parts of a row; rate is None where scores are the values themselves."""
+    if rate is None:
+        return Summary(a.maximum, *better(a[1:], b[1:]))
     common = jnp.maximum(a.maximum, b.maximum)
-    parts = [(relative_to(part.maximum, part.score, common, draw, rule), part.id, part.flags) for part in (a, b)]
+    parts = [(relative_to(part.maximum, part.score, common, rate), part.id, part.flags) for part in (a, b)]
     return Summary(common, *better(*parts))
 
 
-def best_of_blocks(blocks: Summary, draw: Any = None, rule: Score | None = None) -> tuple[jax.Array, jax.Array]:
-    """Reduce the summaries [blocks, B] of a row's blocks to (token [B], valid [B])."""
-    scores = blocks.score
-    if rule is not None:
-        common = jnp.max(blocks.maximum, axis=0)
-        scores = relative_to(blocks.maximum, scores, common, draw, rule)
+def best_of_blocks(blocks: Summary, rate: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Reduce the summaries [blocks, B] of a row's blocks to (token [B], valid [B]), in one reduction."""
     # Id and flags are what the kernel wrote: anything computed from them first would be written out again.
-    start = (jnp.float32(-jnp.inf), jnp.int32(NO_ID), jnp.zeros((), blocks.flags.dtype))
-    _, token, flags = lax.reduce((scores, blocks.id, blocks.flags), start, better, (0,))
+    low, flag = jnp.float32(-jnp.inf), jnp.zeros((), blocks.flags.dtype)
+    if rate is None:
+        _, token, flags = lax.reduce((*blocks[1:],), (low, jnp.int32(NO_ID), flag), better, (0,))
+        return token, flags == 1
+
+    def combine(a: tuple, b: tuple) -> tuple:
+        rate = jnp.maximum(a[-1], b[-1])  # one of them, where the other is the reduction's start
+        return (*merge(Summary(*a[:-1]), Summary(*b[:-1]), rate), rate)
+
+    operands = (*blocks, jnp.broadcast_to(rate, blocks.score.shape))
+    _, _, token, flags, _ = lax.reduce(operands, (low, low, jnp.int32(NO_ID), flag, jnp.float32(0)), combine, (0,))
     return token, flags == 1

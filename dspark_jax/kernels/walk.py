@@ -80,6 +80,7 @@ def walk(
         q = lax.broadcasted_iota(jnp.int32, (lanes,), 0)
         one_draw = jax.tree.unflatten(tree, [load(ref, (b,)) for ref in rest[: len(leaves)]])
         drawn = jax.tree.map(lambda leaf: leaf[None], one_draw)
+        rate = None if score is None else score.rate(one_draw)
 
         def one_step(i, prev):
             s = start + i
@@ -98,7 +99,7 @@ def walk(
                     store(outputs[0], (s, b, at), x.astype(dtype), inside)
                 found = summarize(x[None, :], named[None, :], inside[None, :], s, drawn, score)
                 one = Summary(*(jnp.max(part) for part in found))  # of one row each
-                return merge(best, one, one_draw, score)
+                return merge(best, one, rate)
 
             _, _, token, flags = lax.fori_loop(0, pl.cdiv(k, chunk), one_chunk, nothing())
             store(code_ref, (i, b), 4 * token + flags)
