@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 # Imported on demand: `dspark-jax --help` must not wait for JAX.
 COMMANDS = {
+    "draft": "draft blocks from recorded hidden states",
     "generate": "write text by speculative decoding",
     "sweep": "acceptance length over k and temperature",
     "calibrate": "calibrate a drafter's confidence on recorded blocks",
     "profile-sps": "measure what a target step costs by its number of tokens",
-    "draft": "draft blocks from recorded hidden states",
     "convert": "convert a checkpoint for JAX",
     "inspect": "show what a checkpoint is",
     "verify": "compare a converted checkpoint with its source",
