@@ -80,9 +80,11 @@ def test_kernels_equal_the_plain_form(kind, dtype, kept, B, V, Vd, k, sampled):
     check(head, make_rows(head, B, S, k, dtype), B, S, make_draw(B) if sampled else None, kept)
 
 
-def test_a_rank_beyond_one_chunk_of_the_product():
+@pytest.mark.parametrize(("k", "B"), [(None, 2), (70, 33)])
+def test_ranks_that_split_the_product_and_the_candidates(k, B):
+    """A rank of 300 is two chunks of the dense product, and leaves 32 candidates to a chunk of the walk."""
     head = make_head("vanilla", V=150, r=300, dtype="float32")
-    check(head, make_rows(head, 2, 2, None, "float32"), 2, 2, None, "float32")
+    check(head, make_rows(head, B, 2, k, "float32"), B, 2, make_draw(B), "float32")
 
 
 @pytest.mark.parametrize("k", [None, 9])
