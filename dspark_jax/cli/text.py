@@ -16,6 +16,11 @@ def load_tokenizer(directory: str) -> Any:
     path = os.path.join(directory, "tokenizer.json")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{path}: no such file; text needs the target's tokenizer.json")
+    return read_tokenizer(path)
+
+
+def read_tokenizer(path: str) -> Any:
+    """Return the tokenizer of a tokenizer.json; errors as in load_tokenizer."""
     try:
         import tokenizers
     except ImportError:
