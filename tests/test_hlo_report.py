@@ -143,7 +143,7 @@ def test_a_library_call_counts_results_without_scratch():
 def test_pallas_kernels_are_found_by_name_and_need_a_rule():
     call = (
         'ROOT %k = (f32[64]{0}) custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", '
-        'backend_config={debug = false, grid_x = 3 : i32, ir = "ML\\EF\\00name = x", name = "mine", num_warps = 4 : i32}'
+        'backend_config={debug = false, grid_x = 3 : i32, ir = "ML\\EF\\00name = x", name = "mine", num_warps = 4}'
     )
     text = entry("%p = f32[640]{0} parameter(0)", call)
     with pytest.raises(ValueError, match="no byte rule for the Pallas kernel 'mine'"):
