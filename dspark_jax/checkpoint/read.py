@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,17 +24,17 @@ class Files(Mapping[str, TensorInfo]):
     path: str
 
     @property
+    @abstractmethod
     def opened(self) -> list[str]:
         """Names of the files that have been opened so far."""
-        raise NotImplementedError
 
+    @abstractmethod
     def available(self, name: str) -> bool:
         """Say whether the file that holds a tensor is there (opens nothing)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Read one tensor, or its rows start .. stop."""
-        raise NotImplementedError
 
 
 class TensorFiles(Files):
