@@ -179,7 +179,7 @@ class _Lookup:
     def required(self, key: str) -> Any:
         value = self(key)
         if value is None:
-            raise invalid(key, None, "a value in config.json")
+            raise invalid(key, None, "a value in the config.json of a DSpark drafter")
         return value
 
 

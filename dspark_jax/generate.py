@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -173,3 +174,7 @@ def stream(
         done, still_active = jax.device_get((done, state.active))
         fields = {field.name: getattr(done, field.name) for field in dataclasses.fields(done)}
         yield RoundEvent(**fields, active=active, seconds=time.perf_counter() - clock)
+
+
+# `generate` hands its options on; tools and readers see those of `stream`.
+generate.__signature__ = inspect.signature(stream).replace(return_annotation=Generated)  # type: ignore[attr-defined]

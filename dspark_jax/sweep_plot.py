@@ -19,7 +19,7 @@ def plot(report: dict[str, Any], path: str | os.PathLike[str]) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("plots need matplotlib: pip install 'dspark-jax[plot]'") from None
+        raise ImportError("plots need matplotlib: pip install 'dspark-jax[plot]' (in a clone: '.[plot]')") from None
     runs = report["temperatures"]
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)

@@ -12,5 +12,7 @@ draft() {
 
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 draft checkpoints/dspark-vanilla --hidden checkpoints/recorded/vanilla.safetensors
+echo
+echo "Top-k drafts correct k candidates of each row alone. (They save time where V is large: see docs/gpu.md; here V = 4096.)"
 draft checkpoints/dspark-vanilla --hidden checkpoints/recorded/vanilla.safetensors --draft-topk 256
 draft checkpoints/dspark-rnn --hidden checkpoints/recorded/rnn.safetensors --draft-topk 1024 --temperature 0.7 --seed 1

@@ -1,7 +1,7 @@
 """Sweep k on the bundled checkpoint, or on others: `dspark-jax sweep` with this repository's files as defaults.
 
 python scripts/sweep_topk.py                                          # bundled drafter, k = 4 .. 2048 and off
-python scripts/sweep_topk.py DRAFTER --target DIR --prompts FILE.jsonl --topk 16,64,off
+python scripts/sweep_topk.py DRAFTER --target DIR --prompts FILE.jsonl --draft-topk 16,64,off
 """
 
 import pathlib

@@ -3,6 +3,10 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of the suite's time is LLVM compiling programs that run once; XLA's own passes, which decide about memory,
+# aliasing and kernels, are not touched.
+FAST_COMPILES = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FAST_COMPILES
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""The README's Python examples run as written, from the repository's root, and print what they say."""
+"""Python examples of the README and the decoding guide run as written, from the root, and print what they say."""
 
 import pathlib
 import re
@@ -7,7 +7,12 @@ import runpy
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+PAGES = ("README.md", "docs/decoding.md")  # pages whose Python examples are whole programs
+EXAMPLES = [
+    example
+    for page in PAGES
+    for example in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+]
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -22,7 +27,7 @@ def test_example_runs(number, tmp_path, monkeypatch, capsys):
 
 
 def test_there_is_an_example_of_about_twenty_lines():
-    assert len(EXAMPLES) >= 1
+    assert len(EXAMPLES) >= 3
     assert 10 <= len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 25
 
 

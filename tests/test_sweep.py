@@ -78,7 +78,7 @@ def test_paired_differences_are_narrower_than_intervals():
 def test_command_writes_table_json_and_plot(tmp_path, capsys):
     report, plot = tmp_path / "sweep.json", tmp_path / "sweep.png"
     arguments = ["sweep", str(CHECKPOINTS / "dspark-vanilla"), "--target", str(CHECKPOINTS / "target"), "--prompts",
-                 str(CHECKPOINTS / "prompts.jsonl"), "--topk", "off,2", "--temperatures", "0", "--limit", "4",
+                 str(CHECKPOINTS / "prompts.jsonl"), "--draft-topk", "off,2", "--temperatures", "0", "--limit", "4",
                  "--max-new-tokens", "12", "--dtype", "float32", "--json", str(report)]  # fmt: skip
     with_plot = True
     try:
@@ -116,8 +116,8 @@ def test_later_turns_see_the_answers_before_them():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--topk", "4,many"], "--topk: found '4,many', expected numbers and off"),
-        (["--topk", "5000"], "topk: found 5000, expected an integer from 1 to 4096"),
+        (["--draft-topk", "4,many"], "--draft-topk: found '4,many', expected numbers and off"),
+        (["--draft-topk", "5000"], "topk: found 5000, expected an integer from 1 to 4096"),
         (["--temperatures", "-1"], "temperatures: found -1.0"),
         (["--prompts", "NOWHERE"], "NOWHERE"),
         (["--prompts", "BAD"], "line 2: expected"),

@@ -17,5 +17,5 @@ def require(module: str, extra: str | None, purpose: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in (module, module.split(".")[0]):
             raise
-        how = f"pip install 'dspark-jax[{extra}]'" if extra else f"pip install {module}"
+        how = f"pip install 'dspark-jax[{extra}]' (in a clone: '.[{extra}]')" if extra else f"pip install {module}"
         raise ImportError(f"{purpose} needs {module.split('.')[0]}, which is not installed: {how}") from None

@@ -64,7 +64,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError("--plot needs matplotlib: pip install 'dspark-jax[plot]'") from None
+        raise ImportError("--plot needs matplotlib: pip install 'dspark-jax[plot]' (in a clone: '.[plot]')") from None
 
 
 def plot(records: Any, fitted: Any, path: str, bins: int) -> None:

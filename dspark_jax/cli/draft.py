@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= steps <= hidden.shape[1]:
         raise ValueError(f"--num-speculative-tokens: found {steps}, expected 1 to {hidden.shape[1]} recorded steps")
     hidden = np.ascontiguousarray(hidden[:, :steps])
+    if args.temperature is not None and not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature: found {args.temperature}, expected a number >= 0")
     if args.temperature is None and args.seed is not None:
         raise ValueError("--seed: found without --temperature, expected both (a greedy draft draws nothing)")
     sampling = None

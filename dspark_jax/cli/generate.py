@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         "max_new_tokens": args.max_new_tokens,
         "stop_ids": None if args.ignore_eos else read_stop_ids(args.target),
     }
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature: found {args.temperature}, expected a number >= 0")
     if args.temperature != 0:
         shared["sampling"] = dspark_jax.DraftSampling([args.temperature], [args.seed], [0])  # type: ignore[arg-type]
     if args.top_k is not None or args.top_p is not None:

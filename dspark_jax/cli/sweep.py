@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
         "--prompts", required=True, metavar="FILE",
         help='JSON lines: {"turns": [texts]} (tokenised as they are) or {"prompt_ids": [token ids]}',
     )  # fmt: skip
-    parser.add_argument("--topk", default=TOPK, metavar="LIST", help=f"k, and off for dense (default: {TOPK})")
+    parser.add_argument("--draft-topk", default=TOPK, metavar="LIST", help=f"k, and off for dense (default: {TOPK})")
     parser.add_argument("--temperatures", default="0,1", metavar="LIST", help="default: 0,1")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per prompt above temperature 0")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="per turn (default: 64)")
@@ -41,7 +41,9 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load, measure, print and write."""
-    topk = _read_list("--topk", args.topk, lambda item: None if item == "off" else int(item), "numbers and off")
+    topk = _read_list(
+        "--draft-topk", args.draft_topk, lambda item: None if item == "off" else int(item), "numbers and off"
+    )
     temperatures = _read_list("--temperatures", args.temperatures, float, "numbers")
     conversations = read_prompts(args.prompts, args.target, args.limit)
     if args.plot is not None:
@@ -96,4 +98,4 @@ def _check_matplotlib() -> None:
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib: pip install 'dspark-jax[plot]'")
+        raise ImportError("--plot needs matplotlib: pip install 'dspark-jax[plot]' (in a clone: '.[plot]')")

@@ -24,7 +24,9 @@ def read_tokenizer(path: str) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ImportError("text needs the tokenizers package: pip install 'dspark-jax[cli]'") from None
+        raise ImportError(
+            "text needs the tokenizers package: pip install 'dspark-jax[cli]' (in a clone: '.[cli]')"
+        ) from None
     try:
         return tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises plain Exception for a malformed file

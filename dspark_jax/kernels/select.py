@@ -87,14 +87,21 @@ def by_partial_sorts(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     maxima = lax.optimization_barrier(maxima)
     if n >= 8 * k:
         parts = jnp.pad(maxima, ((0, 0), (0, -n % 8)), constant_values=-jnp.inf).reshape(R, -1, 8)
-        best, _ = lax.optimization_barrier(lax.top_k(jnp.max(parts, axis=2), k))
+        best, _ = _kept_top_k(jnp.max(parts, axis=2), k)
         maxima = jnp.where(maxima < best[:, -1:], -jnp.inf, maxima)
-    best, groups = lax.optimization_barrier(lax.top_k(maxima, k))
+    best, groups = _kept_top_k(maxima, k)
     groups = jnp.sort(groups, axis=1)
     inside = _canonical(_gather_groups(x, groups * size, size)).reshape(R, k * size)
     values, place = lax.top_k(jnp.where(inside < best[:, -1:], -jnp.inf, inside), k)
     ids = jnp.take_along_axis(groups, place // size, axis=1) * size + place % size
     return values.astype(x.dtype), ids
+
+
+def _kept_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """lax.top_k whose two results XLA sees used together, as its CPU partial sort requires."""
+    # The third operand keeps XLA from handing the barrier top_k's own tuple, on which its partitioned programs crash.
+    values, ids, _ = lax.optimization_barrier((*lax.top_k(x, k), jnp.zeros((), jnp.int32)))
+    return values, ids
 
 
 def _select(x: jax.Array, k: int, small: Callable[..., tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
