@@ -5,8 +5,13 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the suite's time is LLVM compiling programs that run once; XLA's own passes, which decide about memory,
 # aliasing and kernels, are not touched.
-FAST_COMPILES = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FAST_COMPILES
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+)
 
 import pathlib
 
