@@ -3,15 +3,16 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the suite's time is LLVM compiling programs that run once; XLA's own passes, which decide about memory,
-# aliasing and kernels, are not touched.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    ]
-)
+# Most of the time of the fast tests is LLVM compiling programs that run once; XLA's own passes, which decide about
+# memory, aliasing and kernels, are not touched. scripts/test.sh switches this off for the slow tests.
+if os.environ.get("FAST_COMPILES", "1") == "1":
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_backend_optimization_level=0",
+            "--xla_llvm_disable_expensive_passes=true",
+        ]
+    )
 
 import pathlib
 

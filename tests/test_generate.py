@@ -232,6 +232,7 @@ def test_a_new_request_in_a_used_row_is_as_good_as_alone(tiny):
     np.testing.assert_allclose(confidence, alone.confidence_logits[:, 0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_1000_rounds_without_a_new_trace_or_growth(tiny):
     target, drafter = tiny
     draw = DraftSampling([0.7, 0.0], [1, 2], [0, 0])
