@@ -19,13 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax import DraftSampling, candidates, load_drafter, load_target, loop, sampling
+from dspark_jax import DraftSampling, load_drafter, load_target, noise
 from dspark_jax.cli.progress import progress
 from dspark_jax.cli.text import read_prompts
-from dspark_jax.drafter import propose_block
-from dspark_jax.heads import bias, bias_at
-from dspark_jax.requests import prepare_options, start
-from dspark_jax.verify import verify
+from dspark_jax.decoding import loop
+from dspark_jax.decoding.inputs import prepare_options, start
+from dspark_jax.drafting import candidates
+from dspark_jax.drafting.drafter import propose_block
+from dspark_jax.drafting.heads import bias, bias_at
+from dspark_jax.verification.verify import verify
 
 CHECKPOINTS = pathlib.Path(__file__).resolve().parent.parent / "checkpoints"
 
@@ -154,10 +156,10 @@ def profile(target, drafter, prompts, args, users, mode):
     def draw_tokens(corrected, draw):
         def step(x):
             if probabilistic is None:
-                return sampling.choose(x)
+                return noise.choose(x)
             ids = jnp.arange(width, dtype=jnp.int32)
-            bits = sampling.noise_bits(draw.seed[:, None], draw.position[:, None], 0, sampling.DRAFT, ids)
-            return sampling.choose(sampling.scores(x, draw.temperature, bits))
+            bits = noise.noise_bits(draw.seed[:, None], draw.position[:, None], 0, noise.DRAFT, ids)
+            return noise.choose(noise.scores(x, draw.temperature, bits))
 
         return jax.lax.map(step, corrected)
 

@@ -29,8 +29,8 @@ from flax import nnx
 from kernel_rules import RULES
 
 from dspark_jax import DraftBuffer, DraftConfig, DraftSampling, DSparkConfig, make_draft_fn, make_draft_from_logits_fn
-from dspark_jax.draft import draft
-from dspark_jax.heads import DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
+from dspark_jax.drafting.draft import draft
+from dspark_jax.drafting.heads import DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
 
 S, V, H, RANK = 7, 151936, 2560, 256
 DTYPE = jnp.dtype("bfloat16")

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import CostTable, DraftSampling, DSparkConfig, draft_block, verify_block
-from dspark_jax.heads import ConfidenceHead, DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
-from dspark_jax.schedule import admit, survival
+from dspark_jax.confidence.schedule import admit, survival
+from dspark_jax.drafting.heads import ConfidenceHead, DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
 
 V, S, H, REDUCED = 8, 3, 4, 6
 COMMITTED = 3

@@ -8,10 +8,10 @@ import pytest
 from helpers import CHECKPOINTS, GOLDENS, KINDS, read
 from tiny import block_hidden, make_drafter, random_features, raw_config
 
-from dspark_jax.backbone_config import BackboneConfig
-from dspark_jax.cache import make_kv_cache
-from dspark_jax.drafter import load_drafter
-from dspark_jax.layers import rope_frequencies, visible
+from dspark_jax.drafting.drafter import load_drafter
+from dspark_jax.transformer.cache import make_kv_cache
+from dspark_jax.transformer.geometry import BackboneConfig
+from dspark_jax.transformer.layers import rope_frequencies, visible
 
 RECORDED = [
     (CHECKPOINTS / f"dspark-{kind}", sorted((GOLDENS / "rounds" / kind).glob("*.safetensors"))) for kind in KINDS

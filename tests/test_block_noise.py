@@ -14,7 +14,7 @@ from helpers import bigram_weights, build_head
 from scipy.stats import chisquare
 
 from dspark_jax import DraftSampling, draft_from_logits
-from dspark_jax.sampling import ACCEPT, RESIDUAL, gumbel_from_bits, noise_bits, uniform_from_bits
+from dspark_jax.noise import ACCEPT, RESIDUAL, gumbel_from_bits, noise_bits, uniform_from_bits
 
 N = 1_000_000
 P, Q = np.array([0.2, 0.3, 0.5], np.float32), np.array([0.5, 0.4, 0.1], np.float32)

@@ -17,9 +17,9 @@ from dspark_jax import (
     load_calibration,
     load_head,
 )
-from dspark_jax.calibration import auc, brier_score, expected_calibration_error, measure, reliability
 from dspark_jax.cli import main
-from dspark_jax.records import Records, load_records
+from dspark_jax.confidence.calibration import auc, brier_score, expected_calibration_error, measure, reliability
+from dspark_jax.confidence.records import Records, load_records
 
 
 def sigmoid(x):

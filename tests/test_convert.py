@@ -23,7 +23,7 @@ from dspark_jax import load_head
 from dspark_jax.checkpoint import convert, hub, inspect, open_checkpoint
 from dspark_jax.checkpoint.inspect import to_text
 from dspark_jax.cli import main
-from dspark_jax.drafter import load_drafter
+from dspark_jax.drafting.drafter import load_drafter
 
 V, VD, H, R, TAPS = (getattr(fixtures, name) for name in ("V", "VD", "H", "R", "TAPS"))
 REPRESENTATIVES = ("deepspec-rnn", "speculators-reduced", "deepseek-v4", "deepspec-gemma4")
@@ -146,7 +146,7 @@ def test_damaged_orbax_trees_are_errors(tmp_path):
 
 def test_large_leaves_are_written_in_blocks(tmp_path, monkeypatch):
     pytest.importorskip("orbax.checkpoint", reason="Orbax trees need the orbax extra")
-    from dspark_jax.checkpoint import orbax_tree, tensor
+    from dspark_jax.checkpoint.storage import orbax_tree, tensor
 
     monkeypatch.setattr(orbax_tree, "CHUNK", 4000)
     monkeypatch.setattr(tensor.Tensor.chunks, "__defaults__", (700,))

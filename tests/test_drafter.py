@@ -10,7 +10,7 @@ from helpers import CHECKPOINTS
 from tiny import block_hidden, build_drafter, drafter_weights, make_drafter, random_features, raw_config, write_model
 
 import dspark_jax
-from dspark_jax import drafter as module
+from dspark_jax.drafting import drafter as module
 from dspark_jax.types import DraftSampling
 
 

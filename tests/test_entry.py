@@ -15,8 +15,10 @@ import pytest
 from helpers import KINDS, base_logits, build_head, f32, make_head, make_inputs, make_weights
 
 import dspark_jax
-from dspark_jax import DraftBuffer, DraftConfig, DraftSampling, api, serving
-from dspark_jax.heads import DSparkHead
+from dspark_jax import DraftBuffer, DraftConfig, DraftSampling
+from dspark_jax.drafting import api
+from dspark_jax.drafting import factories as serving
+from dspark_jax.drafting.heads import DSparkHead
 
 V, Vd, H, R, B, S = 37, 23, 12, 6, 3, 4
 HEAD = make_head("vanilla", V, None, H, R)

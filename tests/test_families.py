@@ -11,7 +11,8 @@ from fixture_checkpoints import change_config, change_tensors, e2m1, e4m3, e8m0,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.checkpoint import families, inspect, open_checkpoint
+from dspark_jax.checkpoint import inspect, open_checkpoint
+from dspark_jax.checkpoint.family import families
 from dspark_jax.checkpoint.hub import needed_shards
 from dspark_jax.checkpoint.inspect import to_text
 from dspark_jax.config import DSparkConfig
@@ -278,7 +279,7 @@ def test_a_default_that_the_tensors_contradict_is_an_error(tmp_path):
 
 
 def test_causality_of_speculators(tmp_path):
-    from dspark_jax.backbone_config import BackboneConfig
+    from dspark_jax.transformer.geometry import BackboneConfig
 
     def change(config):
         config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
@@ -416,7 +417,7 @@ def test_dequantisation_equals_a_hand_written_decode(tmp_path, fixture):
 
 
 def test_low_nibbles_are_even_columns():
-    from dspark_jax.checkpoint.dequantize import fp4_rows
+    from dspark_jax.checkpoint.storage.dequantize import fp4_rows
 
     packed = np.array([[0x21, 0xF7] + [0] * 14], np.uint8).view(np.int8)
     scale = np.array([[128]], np.uint8).view(ml_dtypes.float8_e8m0fnu)
@@ -424,7 +425,7 @@ def test_low_nibbles_are_even_columns():
 
 
 def test_all_codes_decode():
-    from dspark_jax.checkpoint.dequantize import fp8_rows
+    from dspark_jax.checkpoint.storage.dequantize import fp8_rows
 
     codes = np.arange(256, dtype=np.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0

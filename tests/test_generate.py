@@ -21,9 +21,9 @@ from dspark_jax import (
     generate,
     load_drafter,
     load_target,
-    loop,
     stream,
 )
+from dspark_jax.decoding import loop
 
 TOPK = (1, 32, 2048)  # `dspark-jax sweep` makes the same check for every k it is given
 
@@ -203,7 +203,7 @@ def test_prompts_in_chunks_equal_prompts_at_once(tiny, monkeypatch):
     target, drafter = tiny
     prompts = ragged_prompts(8)[4:]
     whole = generate(target, drafter, prompts, max_new_tokens=6, capacity=64)
-    monkeypatch.setattr("dspark_jax.requests.PREFILL_CHUNK", 8)
+    monkeypatch.setattr("dspark_jax.decoding.inputs.PREFILL_CHUNK", 8)
     chunked = generate(target, drafter, prompts, max_new_tokens=6, capacity=64)
     for a, b in zip(whole.tokens, chunked.tokens, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -212,7 +212,7 @@ def test_prompts_in_chunks_equal_prompts_at_once(tiny, monkeypatch):
 
 def test_a_new_request_in_a_used_row_is_as_good_as_alone(tiny):
     """Continuous batching: replace_rows leaves nothing of the old request behind."""
-    from dspark_jax.requests import prepare_options, start
+    from dspark_jax.decoding.inputs import prepare_options, start
 
     target, drafter = tiny
     options, _ = prepare_options(target, drafter, sampled=False)

@@ -14,7 +14,7 @@ import scipy.stats
 from tiny import build_drafter, drafter_weights, make_target, raw_config
 
 from dspark_jax import DraftSampling, generate
-from dspark_jax.distributions import DenseDraft
+from dspark_jax.verification.distributions import DenseDraft
 
 V, BATCH = 8, 16384
 PROMPT = [3]
@@ -24,7 +24,7 @@ SMALL = {"vocab_size": V, "block_size": 3, "num_hidden_layers": 1, "target_layer
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     """Prompts and caches are padded to four tokens, which makes large batches cheap."""
-    monkeypatch.setattr("dspark_jax.requests.BUCKET", 4)
+    monkeypatch.setattr("dspark_jax.decoding.inputs.BUCKET", 4)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from helpers import CHECKPOINTS, GOLDENS, HEAD_GOLDENS, KINDS, assert_logits, as
 from safetensors import safe_open
 
 import dspark_jax
-from dspark_jax import sampling
+from dspark_jax import noise
 
 
 def test_there_are_seven_head_goldens():
@@ -96,7 +96,7 @@ def test_teacher_forced_logits(case):
 def test_probabilities_at_temperature(case):
     _, _, tensors, _, _ = case
     logits = jnp.asarray(tensors["out.corrected_logits"]).astype(jnp.float32)
-    temperature = sampling.safe_temperature(jnp.asarray([0.7]))
+    temperature = noise.safe_temperature(jnp.asarray([0.7]))
     np.testing.assert_allclose(jax.nn.softmax(logits / temperature), tensors["out.probs_t0.7"], atol=1e-6, rtol=0)
 
 

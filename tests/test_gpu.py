@@ -11,10 +11,10 @@ import pytest
 from helpers import assert_logits, make_head, make_inputs
 from test_kernels import CASES, make_draw, make_rows, write_noise
 
-from dspark_jax import draft_from_logits, sampling
-from dspark_jax.heads import bias, bias_at
+from dspark_jax import draft_from_logits, noise
+from dspark_jax.drafting.heads import bias, bias_at
+from dspark_jax.drafting.steps import in_kernels
 from dspark_jax.kernels import pick, select
-from dspark_jax.steps import in_kernels
 
 if jax.default_backend() != "gpu":
     pytest.skip("no GPU here: scripts/gpu_check.sh runs these where there is one", allow_module_level=True)
@@ -54,8 +54,8 @@ def test_kernels_write_and_draw_what_they_should(kind, dtype, kept, B, V, Vd, k,
         named = jnp.arange(rows.base.shape[-1]) if ids is None else ids
         score = jnp.where(jnp.arange(rows.base.shape[-1]) < live, found[s].astype(jnp.float32), -jnp.inf)
         if draw is not None:
-            bits = sampling.noise_bits(draw.seed[:, None], draw.position[:, None], s, sampling.DRAFT, named)
-            score = sampling.scores(score, draw.temperature, bits)
+            bits = noise.noise_bits(draw.seed[:, None], draw.position[:, None], s, noise.DRAFT, named)
+            score = noise.scores(score, draw.temperature, bits)
         best = jnp.max(jnp.where(jnp.isnan(score), -jnp.inf, score), axis=1)
         chosen = jnp.max(jnp.where(jnp.broadcast_to(named, score.shape) == tokens[s][:, None], score, -jnp.inf), axis=1)
         np.testing.assert_allclose(chosen, best, rtol=0, atol=0 if draw is None else 1e-3)
@@ -80,7 +80,7 @@ def test_selection_equals_a_full_sort(dtype, k):
 def test_noise_words_in_a_kernel_equal_the_generator():
     ids = jnp.asarray([0, 1, 151935, 2**29 - 1, 7, 12, 99, 100], jnp.int32)
     found = write_noise(jnp.asarray([2**32 - 1], jnp.uint32), jnp.asarray([678], jnp.int32), 6, ids, interpret=False)
-    want = sampling.noise_bits(jnp.uint32(2**32 - 1), jnp.int32(678), 6, sampling.DRAFT, ids)
+    want = noise.noise_bits(jnp.uint32(2**32 - 1), jnp.int32(678), 6, noise.DRAFT, ids)
     np.testing.assert_array_equal(found, want)
 
 

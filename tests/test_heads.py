@@ -8,7 +8,7 @@ import pytest
 from helpers import KINDS, build_head, make_head, make_weights
 
 from dspark_jax.config import DSparkConfig
-from dspark_jax.heads import ConfidenceHead, DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
+from dspark_jax.drafting.heads import ConfidenceHead, DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
 
 SIZES = {"V": 11, "Vd": 7, "H": 4, "r": 3}
 EXPECTED = {

@@ -13,7 +13,7 @@ import pytest
 from helpers import KINDS, assert_logits, assert_tokens, base_logits, bound, f32, make_head, make_inputs, margin
 
 import dspark_jax
-from dspark_jax import DraftSampling, sampling
+from dspark_jax import DraftSampling, noise
 
 B, S, V, Vd, H = 6, 5, 37, 23, 12
 HEADS = [(None, Vd), ("vanilla", V), ("gated", Vd), ("rnn", V)]
@@ -43,8 +43,8 @@ def block_of(kind, size, method, topk, outputs, dtype="float32"):
 @jax.jit
 def scores(row, step, temperature, seed, position):
     """What a draw maximises, for dense rows [B, V] of one step."""
-    bits = sampling.noise_bits(seed[:, None], position[:, None], step, sampling.DRAFT, jnp.arange(V))
-    return sampling.scores(row, temperature, bits)
+    bits = noise.noise_bits(seed[:, None], position[:, None], step, noise.DRAFT, jnp.arange(V))
+    return noise.scores(row, temperature, bits)
 
 
 def gaps(block, method):

@@ -19,7 +19,8 @@ from hlo_report import PallasCall
 from hlo_text import Shape
 from kernel_rules import RULES
 
-from dspark_jax.kernels import pick, step, walk
+from dspark_jax.kernels import dense_step as step
+from dspark_jax.kernels import pick, walk
 from dspark_jax.kernels.keys import to_keys
 
 NAMES = {

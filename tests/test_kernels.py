@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from helpers import assert_logits, f32, make_head, make_inputs
 
-from dspark_jax import DraftSampling, draft_block, draft_from_logits, make_buffer, make_draft_fn, sampling
+from dspark_jax import DraftSampling, draft_block, draft_from_logits, make_buffer, make_draft_fn, noise
 from dspark_jax.config import DraftConfig
+from dspark_jax.drafting.steps import Rows, in_kernels, in_xla
 from dspark_jax.kernels import dispatch, select
-from dspark_jax.kernels.step import Summary, best_of_blocks, dense_step
+from dspark_jax.kernels.dense_step import Summary, best_of_blocks, dense_step
 from dspark_jax.kernels.walk import walk
-from dspark_jax.steps import Rows, in_kernels, in_xla
 
 
 def make_rows(head, B, S, topk, dtype, seed=0):
@@ -143,7 +143,7 @@ def write_noise(seed, position, step, ids, *, interpret):
     """Draw noise words inside a kernel, the way the kernels' scores do."""
 
     def kernel(seed_ref, position_ref, id_ref, out_ref):
-        out_ref[...] = sampling.noise_bits(seed_ref[...], position_ref[...], step, sampling.DRAFT, id_ref[...])
+        out_ref[...] = noise.noise_bits(seed_ref[...], position_ref[...], step, noise.DRAFT, id_ref[...])
 
     shape = jax.ShapeDtypeStruct(ids.shape, jnp.uint32)
     return dispatch.pallas_call(kernel, name="noise", interpret=interpret, out_shape=shape)(seed, position, ids)
@@ -155,7 +155,7 @@ def test_noise_words_in_a_kernel_equal_the_generator():
         found = write_noise(
             jnp.asarray([seed], jnp.uint32), jnp.asarray([position], jnp.int32), step, ids, interpret=True
         )
-        want = sampling.noise_bits(jnp.uint32(seed), jnp.int32(position), step, sampling.DRAFT, ids)
+        want = noise.noise_bits(jnp.uint32(seed), jnp.int32(position), step, noise.DRAFT, ids)
         np.testing.assert_array_equal(found, want)
 
 

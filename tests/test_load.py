@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import dspark_jax
 from dspark_jax import load_head
 from dspark_jax.checkpoint import open_checkpoint
-from dspark_jax.heads import GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
+from dspark_jax.drafting.heads import GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
 
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 GATE, JOINT = "markov_head.gate_proj.weight", "markov_head.joint_proj.weight"
@@ -530,7 +530,7 @@ def test_truncated_files_are_errors(tmp_path):
 
 def test_writers_of_transposed_views_are_case_33(tmp_path):
     # safetensors' numpy writer stores such a view's bytes untransposed; our writer does not.
-    from dspark_jax.checkpoint.write import write_safetensors
+    from dspark_jax.checkpoint.storage.write import write_safetensors
 
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     write_safetensors(str(tmp_path / "x.safetensors"), {"x": ((3, 2), x.dtype)}, lambda name: [x.T[:2], x.T[2:]])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from helpers import softmax
 
-import dspark_jax.verify as verify_module
+import dspark_jax.verification.verify as verify_module
 from dspark_jax import DraftBlock, DraftSampling, teacher_forced_logits, verify_block
 
 path = pathlib.Path(__file__).parent.parent / "scripts" / "losslessness.py"

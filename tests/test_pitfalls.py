@@ -20,7 +20,7 @@ from helpers import (
 
 import dspark_jax
 from dspark_jax import DraftSampling
-from dspark_jax.candidates import select
+from dspark_jax.drafting.candidates import select
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
 NEGATIVE_NAN = np.asarray([0xFFC00000], np.uint32).view(np.float32)[0]

@@ -12,8 +12,8 @@ from fixture_checkpoints import fixtures, header_file, make, read_file
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dspark_jax.checkpoint.header import DTYPES, MAX_HEADER, read_header
-from dspark_jax.checkpoint.read import TensorFiles
+from dspark_jax.checkpoint.storage.header import DTYPES, MAX_HEADER, read_header
+from dspark_jax.checkpoint.storage.read import TensorFiles
 
 F4 = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 

@@ -21,8 +21,8 @@ from dspark_jax import (
     profile_sps,
     verify_block,
 )
-from dspark_jax.schedule import admit as pure_admit
-from dspark_jax.schedule import admit_reference, survival
+from dspark_jax.confidence.schedule import admit as pure_admit
+from dspark_jax.confidence.schedule import admit_reference, survival
 
 admit = jax.jit(pure_admit)
 

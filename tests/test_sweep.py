@@ -7,8 +7,9 @@ import pytest
 from helpers import CHECKPOINTS
 from tiny import make_drafter, make_target
 
-from dspark_jax import Generated, sweep
+from dspark_jax import Generated
 from dspark_jax.cli import main
+from dspark_jax.decoding import sweep
 
 
 def result(accepted, active, finish="length"):

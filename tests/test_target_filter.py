@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from verify_reference import processed
 
-from dspark_jax.distributions import Target
-from dspark_jax.target_filter import TargetFilter, steady_sum
+from dspark_jax.verification.distributions import Target
+from dspark_jax.verification.filter import TargetFilter, steady_sum
 
 
 @pytest.mark.parametrize("n", [8, 300, 1009, 152_000])

@@ -12,7 +12,7 @@ from helpers import GOLDENS, KINDS, make_head, make_inputs, read
 from scipy.stats import chisquare
 from verify_reference import processed, softmax, verify_one
 
-import dspark_jax.verify as verify_module
+import dspark_jax.verification.verify as verify_module
 from dspark_jax import DraftBlock, DraftSampling, TargetFilter, draft_block, verify_block
 
 N = 400_000
@@ -90,7 +90,7 @@ def test_wrong_q_is_caught():
 
 def test_shared_streams_are_caught(monkeypatch):
     """Case 2 with one stream for draft and residual: .101/.559/.340 instead of .1/.6/.3."""
-    from dspark_jax.sampling import DRAFT, gumbel_from_bits, noise_bits
+    from dspark_jax.noise import DRAFT, gumbel_from_bits, noise_bits
 
     p, q, n = [0.1, 0.6, 0.3], [0.7, 0.25, 0.05], N
     seeds, zero = jnp.arange(n, dtype=jnp.uint32)[:, None], jnp.full((n, 1), 7, jnp.int32)

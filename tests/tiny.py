@@ -13,11 +13,11 @@ import numpy as np
 from helpers import Weights, build_head, make_weights
 from safetensors.numpy import save_file
 
-from dspark_jax.backbone import Backbone
-from dspark_jax.backbone_config import BackboneConfig
-from dspark_jax.drafter import Drafter
-from dspark_jax.target import Qwen3Target
-from dspark_jax.weights import WeightTaker
+from dspark_jax.checkpoint.weights import WeightTaker
+from dspark_jax.drafting.drafter import Drafter
+from dspark_jax.transformer.backbone import Backbone
+from dspark_jax.transformer.geometry import BackboneConfig
+from dspark_jax.transformer.target import Qwen3Target
 
 QWEN3 = {
     "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "vocab_size": 37, "hidden_size": 12,

@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from ..calibration import FILE_NAME as CALIBRATION
-from ..calibration import find_calibration
+from .._version import __version__
 from ..checks import check_choice, invalid
-from . import orbax_tree
-from .families import HEAD_ONLY
-from .header import DTYPE_NAMES, DTYPES
+from ..confidence.calibration import FILE_NAME as CALIBRATION
+from ..confidence.calibration import find_calibration
+from .family.families import HEAD_ONLY
+from .family.names import D2T, EMBEDDING, LM_HEAD, T2D
+from .family.normal_form import explicit_config
 from .hub import local_path
-from .names import D2T, EMBEDDING, LM_HEAD, T2D
-from .normal_form import explicit_config
-from .opened import Checkpoint, open_checkpoint
+from .open import Checkpoint, open_checkpoint
 from .progress import Progress
-from .target import differs_from_target, find_in_target
-from .tensor import Tensor
-from .write import MANIFEST, appearing_directory, check_destination, digest, write_json, write_safetensors
+from .storage import orbax_tree
+from .storage.header import DTYPE_NAMES, DTYPES
+from .storage.tensor import Tensor
+from .storage.write import MANIFEST, appearing_directory, check_destination, digest, write_json, write_safetensors
+from .target_tensors import differs_from_target, find_in_target
 
 FORMATS = ("safetensors", "orbax")
 DTYPE_CHOICES = ("keep", "bf16", "f32")
@@ -162,7 +163,6 @@ class _Conversion:
     def _manifest(
         self, source: str, config: dict[str, Any], no_backbone: str | None, digests: dict[str, str]
     ) -> dict[str, Any]:
-        from .. import __version__  # the package is still being imported when this module is
 
         tensors, sources = {}, {}
         for name, tensor in sorted(self.tensors.items()):

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 from ..checks import parse_json_object
-from . import families
-from .extras import require
-from .names import is_head
-from .read import INDEX_FILE, SINGLE_FILE
+from ..optional import require
+from .family import families
+from .family.names import is_head
+from .storage.read import INDEX_FILE, SINGLE_FILE
 
 # "owner/name" or "owner/name@revision"; anything with other separators is a path.
 REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?")

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .header import DTYPE_NAMES
+from .family.names import EMBEDDING, LM_HEAD, is_head
+from .family.normal_form import explicit_config
 from .hub import local_path
-from .names import EMBEDDING, LM_HEAD, is_head
-from .normal_form import explicit_config
-from .opened import Checkpoint, open_checkpoint
+from .open import Checkpoint, open_checkpoint
+from .storage.header import DTYPE_NAMES
 
 
 def inspect(source: str | os.PathLike[str], *, target: str | os.PathLike[str] | None = None) -> dict[str, Any]:

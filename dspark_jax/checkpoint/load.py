@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import heads
-from ..calibration import find_calibration
 from ..checks import dtype_name, invalid
-from .names import CONFIDENCE, CONFIDENCE_BIAS, D2T, GATE, JOINT, LM_HEAD, W1, W2
-from .opened import Checkpoint, open_checkpoint
+from ..confidence.calibration import find_calibration
+from ..drafting import heads
+from .family.names import CONFIDENCE, CONFIDENCE_BIAS, D2T, GATE, JOINT, LM_HEAD, W1, W2
+from .open import Checkpoint, open_checkpoint
 
 FLOATS = ("float32", "bfloat16", "float16")
 CHUNK = 1 << 24  # elements looked at or converted at once: no second copy of a large tensor is made

@@ -11,10 +11,10 @@ import numpy as np
 
 from .hub import local_path
 from .load import build_head
-from .opened import Checkpoint, open_checkpoint
-from .orbax_tree import is_orbax
+from .open import Checkpoint, open_checkpoint
+from .storage.orbax_tree import is_orbax
+from .storage.write import MANIFEST, digest
 from .torch_reference import TorchHead, TorchSource
-from .write import MANIFEST, digest
 
 # Of the largest logit: products of a few thousand float32 terms in two orders of summation.
 TOLERANCE = 1e-5
@@ -167,7 +167,7 @@ def _draft(
     seed: int,
 ) -> Verification:
     """Draft random blocks with both heads; without any LM head, from random base logits."""
-    from ..api import draft_block, draft_from_logits
+    from ..drafting.api import draft_block, draft_from_logits
 
     torch, config = source.torch, checkpoint.config
     cast = {"bf16": torch.bfloat16, "f32": torch.float32}.get(str(manifest.get("dtype")))

@@ -24,8 +24,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fit, write, and print the error before and after at each step."""
-    from dspark_jax import calibration
-    from dspark_jax.records import load_records
+    from dspark_jax.confidence import calibration
+    from dspark_jax.confidence.records import load_records
 
     bins = calibration.BINS if args.bins is None else args.bins
     records = load_records(args.records)
@@ -74,7 +74,7 @@ def plot(records: Any, fitted: Any, path: str, bins: int) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from dspark_jax.calibration import reliability
+    from dspark_jax.confidence.calibration import reliability
 
     S = records.confidence_logits.shape[1]
     columns = min(S, 4)

@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and write the table."""
-    from dspark_jax.costs import profile_sps
+    from dspark_jax.confidence.costs import profile_sps
 
     try:
         sizes = [int(size) for size in args.tokens.split(",")]
@@ -73,7 +73,7 @@ def target_step(directory: str, context: int) -> Callable[[int], Callable[[], An
     import jax.numpy as jnp
 
     from dspark_jax.checks import check_int
-    from dspark_jax.target import load_target
+    from dspark_jax.transformer.target import load_target
 
     check_int("--context", context, 1)
     target = load_target(directory)

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         _check_matplotlib()
 
     import dspark_jax
-    from dspark_jax import sweep
+    from dspark_jax.decoding import sweep
 
     target = dspark_jax.load_target(args.target, dtype=args.dtype)
     drafter = dspark_jax.load_drafter(args.checkpoint, dtype=args.dtype, target=args.target)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             json.dump(report, file, indent=1)
             file.write("\n")
     if args.plot is not None:
-        from dspark_jax.sweep_plot import plot
+        from dspark_jax.decoding.sweep_plot import plot
 
         plot(report, args.plot)
     # A run whose greedy output is not the target's has found a fault (or a dtype that rounds too much).

@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from ..linear import round_to
+
 T = TypeVar("T")
 
 IMPLEMENTATIONS = ("xla", "pallas")
@@ -59,22 +61,6 @@ def pallas_call(kernel: Callable[..., None], *, name: str, interpret: bool, num_
 def power_of_two(n: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least n and `least`."""
     return max(least, 1 << max(n - 1, 0).bit_length())
-
-
-def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round float32 to the values of `dtype`, staying float32.
-
-    XLA may drop a cast to a narrower type and back; it must keep an explicit reduction of precision.
-    """
-    info = jnp.finfo(dtype)
-    if info.bits == 32:
-        return x
-    reduced = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    if dtype != jnp.float16:
-        return reduced
-    # The reduction flushes float16's subnormal numbers, the multiples of 2**-24 below 2**-14; float32 numbers from 1/2
-    # to 1 have that spacing.
-    return jnp.where(jnp.abs(x) < 2.0**-14, (x + 0.75) - 0.75, reduced)
 
 
 def rounded(x: jax.Array, dtype: Any, interpret: bool) -> jax.Array:

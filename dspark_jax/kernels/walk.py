@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from .dense_step import Score, Summary, merge, nothing, summarize
 from .dispatch import WHOLE, load, pallas_call, power_of_two, rounded, store
-from .step import Score, Summary, merge, nothing, summarize
 
 TILE = 16384  # elements of w2 in flight
 

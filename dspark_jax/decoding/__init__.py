@@ -1,0 +1,1 @@
+"""Decoding: prompts in, tokens out; one jitted round of drafting and verification at a time."""

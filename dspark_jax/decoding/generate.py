@@ -1,0 +1,180 @@
+"""From prompts to text: `generate` and `stream` run the decoding loop, with a drafter or (the baseline) without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..drafting.drafter import Drafter
+from ..transformer.target import Target
+from ..types import DraftSampling
+from ..verification.filter import TargetFilter
+from . import loop
+from .inputs import prepare_options, start, stop_sets
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundEvent:
+    """One round as the host sees it, in NumPy. Round 0 is the prefill, which commits one token per request.
+
+    Attributes:
+        tokens: int32 [B, S+1] (or [B, 1]), newly committed tokens padded with -1.
+        num_draft, num_accepted, committed: int32 [B], see loop.Round.
+        confidence_logits: float32 [B, S], or None.
+        active: bool [B], the requests that took part.
+        seconds: wall time of the round.
+    """
+
+    tokens: np.ndarray
+    num_draft: np.ndarray
+    num_accepted: np.ndarray
+    committed: np.ndarray
+    confidence_logits: np.ndarray | None
+    active: np.ndarray
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """What `generate` returns. R rounds after the prefill, B requests, S draft steps.
+
+    Attributes:
+        tokens: B arrays of int32, the new tokens of each request.
+        finish_reason: B strings: "length", "stop", or "invalid" (the target gave NaN or no finite value).
+        active: bool [R, B], the requests that took part in each round; the arrays below mean nothing elsewhere.
+        num_draft, num_accepted: int32 [R, B], verified and accepted drafts.
+        committed: int32 [R, B], tokens a round gave, before the last round was cut to max_new_tokens.
+        confidence_logits: float32 [R, B, S] before the sigmoid, or None: with num_draft and num_accepted the records
+            that calibration is fitted on.
+        prefill_seconds, decode_seconds: wall time, compilation included.
+    """
+
+    tokens: list[np.ndarray]
+    finish_reason: list[str]
+    active: np.ndarray
+    num_draft: np.ndarray
+    num_accepted: np.ndarray
+    committed: np.ndarray
+    confidence_logits: np.ndarray | None
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def acceptance_lengths(self) -> list[np.ndarray]:
+        """Tokens per round of each request, B arrays (accepted drafts and the corrected or bonus token)."""
+        return [self.committed[self.active[:, b], b] for b in range(self.active.shape[1])]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per round, over all rounds of all requests; NaN without a round."""
+        return float(self.committed[self.active].mean()) if self.active.any() else float("nan")
+
+
+def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence[int]], **options: Any) -> Generated:
+    """Decode prompts to the end; the arguments are those of `stream`.
+
+    Returns:
+        Generated. With the same seeds it does not depend on the batch, and greedy output is the target's own.
+    """
+    events = list(stream(target, drafter, prompts, **options))
+    first, rounds = events[0], events[1:]
+    batch = len(prompts)
+    tokens = [np.concatenate([e.tokens[b][e.tokens[b] >= 0] for e in events]) for b in range(batch)]
+    stops = stop_sets(options.get("stop_ids"), batch)
+    limit = np.broadcast_to(np.asarray(options.get("max_new_tokens", 128)), (batch,))
+    reasons = []
+    for b, ids in enumerate(tokens):
+        done = "stop" if len(ids) and int(ids[-1]) in stops[b] else "length" if len(ids) >= limit[b] else "invalid"
+        reasons.append(done)
+
+    def stacked(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.stack([getattr(e, name) for e in rounds]) if rounds else np.zeros((0, *shape), dtype)
+
+    with_confidence = bool(rounds) and rounds[0].confidence_logits is not None
+    return Generated(
+        tokens=tokens,
+        finish_reason=reasons,
+        active=stacked("active", (batch,), bool),
+        num_draft=stacked("num_draft", (batch,), np.int32),
+        num_accepted=stacked("num_accepted", (batch,), np.int32),
+        committed=stacked("committed", (batch,), np.int32),
+        confidence_logits=stacked("confidence_logits", (batch, 0), np.float32) if with_confidence else None,
+        prefill_seconds=first.seconds,
+        decode_seconds=sum(e.seconds for e in rounds),
+    )
+
+
+def stream(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: DraftSampling | None = None,
+    draft_topk: int | None = None,
+    max_new_tokens: int | Sequence[int] = 128,
+    num_speculative_tokens: int | None = None,
+    draft_sample_method: str | None = None,
+    logits_dtype: Any = None,
+    min_confidence: float | None = None,
+    scheduler: Any = None,
+    rule: str = "token",
+    stop_ids: Any = None,
+    target_filter: TargetFilter | None = None,
+    capacity: int | None = None,
+) -> Iterator[RoundEvent]:
+    """Decode prompts round by round: yield what each round committed, the prefill first, until all are finished.
+
+    Args:
+        target: the model whose distribution is kept (see target.Target).
+        drafter: None decodes plainly, one token per round: the baseline.
+        prompts: B non-empty sequences of token ids; lengths may differ.
+        sampling: None is greedy; else temperature and seed per request. Its `position` is not read.
+        draft_topk: k candidates per draft step; None drafts from the whole vocabulary.
+        max_new_tokens: per request, or one number for all.
+        num_speculative_tokens: S; None takes the checkpoint's.
+        draft_sample_method: "greedy" or "probabilistic" drafts; None follows `sampling`.
+        logits_dtype, min_confidence: as in draft_block.
+        scheduler: decides how many steps of each block are verified: a pytree called as scheduler(block, active [B])
+            -> int32 [B] inside the round; None verifies all.
+        rule: as in verify_block.
+        stop_ids: token ids [n], or [B, n] padded with -1; a request ends with the first of them.
+        target_filter: restricts the target's distribution per request; `allowed` is [B, V].
+        capacity: cache slots per request; None takes what prompts and max_new_tokens need.
+
+    Raises:
+        ValueError: token ids outside the vocabulary, a prompt that does not fit, target and drafter that do not belong
+            together, or a wrong option; the message names the field, the value and what was expected.
+    """
+    options, threshold = prepare_options(
+        target, drafter, sampled=sampling is not None, draft_topk=draft_topk, logits_dtype=logits_dtype, rule=rule,
+        num_speculative_tokens=num_speculative_tokens, draft_sample_method=draft_sample_method,
+        min_confidence=min_confidence,
+    )  # fmt: skip
+    clock, active, batch = time.perf_counter(), np.ones(len(prompts), bool), len(prompts)
+    state, first = start(
+        target, drafter, prompts, options, sampling=sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids,
+        target_filter=target_filter, capacity=capacity,
+    )  # fmt: skip
+    tokens, still_active = jax.device_get((first, state.active))
+    nothing = np.zeros(batch, np.int32)
+    committed = (tokens >= 0).sum(axis=1, dtype=np.int32)
+    yield RoundEvent(tokens, nothing, nothing, committed, None, active, time.perf_counter() - clock)
+    while (active := still_active).any():
+        clock = time.perf_counter()
+        if drafter is None:
+            state, done = loop.plain_round(target, state, options=options)
+        else:
+            state, done = loop.speculative_round(target, drafter, state, threshold, scheduler, options=options)
+        done, still_active = jax.device_get((done, state.active))
+        fields = {field.name: getattr(done, field.name) for field in dataclasses.fields(done)}
+        yield RoundEvent(**fields, active=active, seconds=time.perf_counter() - clock)
+
+
+# `generate` hands its options on; tools and readers see those of `stream`.
+generate.__signature__ = inspect.signature(stream).replace(return_annotation=Generated)  # type: ignore[attr-defined]

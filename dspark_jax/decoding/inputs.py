@@ -1,0 +1,178 @@
+"""From prompts to a batch in flight: the checks of options, target, drafter and prompts, and the prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..checks import check_choice, check_int, invalid
+from ..coerce import coerce_sampling
+from ..config import METHODS
+from ..drafting.drafter import Drafter
+from ..transformer.target import Target
+from ..types import DraftSampling
+from ..verification.filter import TargetFilter, coerce_filter
+from ..verification.verify import RULES
+from . import loop
+from .loop import DecodeState, LoopOptions
+
+PREFILL_CHUNK = 256  # prompt tokens per prefill program; bounds its memory
+BUCKET = 32  # prompt chunks and capacities are multiples of it, which bounds the number of traces
+
+
+def prepare_options(
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    sampled: bool,
+    draft_topk: Any = None,
+    num_speculative_tokens: Any = None,
+    draft_sample_method: Any = None,
+    logits_dtype: Any = None,
+    min_confidence: Any = None,
+    rule: str = "token",
+) -> tuple[LoopOptions, jax.Array | None]:
+    """Check how to decode; return the static options and the confidence threshold."""
+    if drafter is None:
+        for name, value in (("draft_topk", draft_topk), ("min_confidence", min_confidence)):
+            if value is not None:
+                raise invalid(name, value, "None, since there is no drafter")
+        return LoopOptions(sampled=sampled), None
+    check_pair(target, drafter)
+    check_choice("rule", rule, RULES)
+    method = "probabilistic" if sampled else "greedy"
+    if draft_sample_method is not None:
+        method = check_choice("draft_sample_method", draft_sample_method, METHODS)
+    if method == "probabilistic" and not sampled:
+        raise invalid("draft_sample_method", method, "'greedy', since sampling is None")
+    needs_q = method == "probabilistic" and rule == "token"
+    outputs = "tokens" if not needs_q else "logits" if draft_topk is None else "candidates"
+    static = drafter.check_options(
+        num_steps=num_speculative_tokens, topk=draft_topk, outputs=outputs, logits_dtype=logits_dtype
+    )
+    taps = drafter.config.target_layer_ids
+    options = LoopOptions(taps=taps, sampled=sampled, method=method, rule=rule, **static)
+    return options, drafter.check_threshold(min_confidence)
+
+
+def check_pair(target: Target, drafter: Drafter) -> None:
+    """Refuse a drafter made for another target: vocabulary, tapped layers, depth and hidden size must agree."""
+    config = drafter.config
+    if config.vocab_size != target.vocab_size:
+        raise invalid("drafter vocab_size", config.vocab_size, f"the target's, {target.vocab_size}")
+    if config.num_target_layers not in (None, target.num_layers):
+        raise invalid("drafter num_target_layers", config.num_target_layers, f"the target's depth, {target.num_layers}")
+    if max(config.target_layer_ids) >= target.num_layers:
+        expected = f"layers below the target's depth, {target.num_layers}"
+        raise invalid("drafter target_layer_ids", list(config.target_layer_ids), expected)
+    width = len(config.target_layer_ids) * target.hidden_size
+    if drafter.backbone.feature_size != width:
+        expected = f"{len(config.target_layer_ids)} taps of the target's hidden_size {target.hidden_size} = {width}"
+        raise invalid("drafter fc input", drafter.backbone.feature_size, expected)
+
+
+def start(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    options: LoopOptions,
+    *,
+    sampling: DraftSampling | None = None,
+    max_new_tokens: Any = 128,
+    stop_ids: Any = None,
+    target_filter: TargetFilter | None = None,
+    capacity: int | None = None,
+) -> tuple[DecodeState, jax.Array]:
+    """Prefill prompts: return the state of their decoding and the first committed token of each, int32 [B, 1].
+
+    Raises:
+        ValueError: as `stream`.
+    """
+    lengths = _check_prompts(prompts, target.vocab_size)
+    batch = len(lengths)
+    limits = np.broadcast_to(np.asarray(max_new_tokens), (batch,))
+    limits = np.array([check_int("max_new_tokens", int(n) if n == int(n) else n, 1) for n in limits], np.int32)
+    # The last committed token may stand at the end of length + limit; one more block is drafted behind it.
+    block = 1 if drafter is None else drafter.config.block_size + 1
+    needed = int((lengths + limits).max()) + block
+    capacity = _capacity(capacity, needed, lengths, limits, block, target.max_length)
+    size = min(PREFILL_CHUNK, -(-int(lengths.max()) // BUCKET) * BUCKET)
+    padded = np.zeros((batch, -(-int(lengths.max()) // size) * size), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    cache = target.make_cache(batch, capacity)
+    context = None if drafter is None else drafter.make_cache(batch, capacity)
+    logits = jnp.zeros((batch, target.vocab_size), jnp.float32)
+    ends = jnp.asarray(lengths)
+    for at in range(0, padded.shape[1], size):
+        chunk = jnp.asarray(padded[:, at : at + size])
+        cache, context, logits = loop.prefill_chunk(
+            target, drafter, cache, context, logits, chunk, jnp.int32(at), ends, taps=options.taps
+        )
+    zeros = jnp.zeros((batch,), jnp.int32)
+    draw = DraftSampling(jnp.zeros((batch,)), zeros, zeros) if sampling is None else sampling
+    draw = coerce_sampling(dataclasses.replace(draw, position=zeros), batch)
+    features = None
+    if drafter is not None:
+        features = jnp.zeros((batch, options.num_steps + 1, drafter.backbone.feature_size), drafter.backbone.dtype)
+    stops = stop_sets(stop_ids, batch)
+    width = max(map(len, stops))
+    state = DecodeState(
+        target_cache=cache,
+        context=context,
+        features=features,
+        anchor=jnp.zeros((batch,), jnp.int32),
+        position=jnp.asarray(lengths - 1),
+        remaining=jnp.asarray(limits),
+        active=jnp.ones((batch,), bool),
+        temperature=draw.temperature,
+        seed=draw.seed,
+        stop_ids=jnp.asarray([sorted(s) + [-1] * (width - len(s)) for s in stops], jnp.int32) if width else None,
+        target_filter=coerce_filter(target_filter, batch, 1, target.vocab_size),
+    )
+    return loop.first_token(state, logits, options=options)
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
+    """Return the lengths int32 [B] of checked prompts."""
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or len(prompts) == 0:
+        raise invalid("prompts", prompts, "a non-empty list of token-id lists")
+    for number, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise invalid(f"prompts[{number}]", prompt, "a non-empty list of token ids")
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+            raise invalid(f"prompts[{number}]", wrong, f"token ids below the target's vocab_size {vocab_size}")
+    return np.array([len(prompt) for prompt in prompts], np.int32)
+
+
+def _capacity(
+    capacity: Any, needed: int, lengths: np.ndarray, limits: np.ndarray, block: int, max_length: int | None
+) -> int:
+    """Return cache slots per request, refusing prompts that do not fit them or the target."""
+    chosen = -(-needed // BUCKET) * BUCKET if capacity is None else check_int("capacity", capacity, 1)
+    worst = int(np.argmax(lengths + limits))
+    what = f"prompt {worst} of {lengths[worst]} tokens and max_new_tokens {limits[worst]}"
+    if needed > chosen:
+        raise invalid("capacity", chosen, f"at least {needed} slots, for {what} and {block} of a block")
+    if max_length is not None and int((lengths + limits).max()) > max_length:
+        raise invalid("prompts", what, f"at most {max_length} positions, the target's limit")
+    return chosen
+
+
+def stop_sets(stop_ids: Any, batch: int) -> list[set[int]]:
+    """Return each request's stop tokens from ids [n] or [B, n] (negative ones are padding), or None."""
+    if stop_ids is None:
+        return [set()] * batch
+    ids = np.asarray(stop_ids)
+    if ids.size == 0:
+        return [set()] * batch
+    if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or (ids.ndim == 2 and ids.shape[0] != batch):
+        raise invalid("stop_ids", stop_ids, "token ids [n] or [B, n]")
+    return [{int(i) for i in row if i >= 0} for row in np.broadcast_to(ids, (batch, ids.shape[-1]))]

@@ -1,0 +1,135 @@
+"""The public drafting functions: they coerce and check their arguments, then call one jitted program over draft.py.
+
+Weights are arguments of that program, never constants of it. One trace serves all values of temperatures, seeds,
+positions and thresholds: a trace belongs to (shapes, dtypes, topk, method, outputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..coerce import coerce_ids, coerce_sampling
+from ..types import DraftBlock, DraftSampling
+from .draft import draft, teacher_forced
+from .heads import DSparkHead
+from .inputs import check_head, check_threshold, coerce_hidden, prepare_hidden, prepare_logits, static_options
+
+STATIC = ("topk", "outputs", "logits_dtype", "implementation")
+
+
+def from_hidden(head, hidden, anchor, draw, buffer, min_confidence, **static):
+    """Draft from batch-major hidden states [B, S, H]; the base logits are produced step-major, never transposed."""
+    hidden = jnp.swapaxes(hidden, 0, 1)
+    base = head.base_logits(hidden, static["logits_dtype"])
+    return draft(head, base, anchor, hidden, draw, buffer, min_confidence, **static)
+
+
+def from_logits(head, base_logits, anchor, draw, hidden, min_confidence, **static):
+    """Draft from step-major base logits [S, B, Vd]."""
+    hidden = None if hidden is None else jnp.swapaxes(hidden, 0, 1)
+    return draft(head, base_logits, anchor, hidden, draw, None, min_confidence, **static)[0]
+
+
+class Program:
+    """A jitted function that counts its traces."""
+
+    def __init__(self, function: Callable[..., Any], donate: str | None = None) -> None:
+        self.traces = 0
+
+        def counted(*args: Any, **static: Any) -> Any:
+            self.traces += 1
+            return function(*args, **static)
+
+        names = function.__code__.co_varnames
+        donated = () if donate is None else (names.index(donate),)
+        self.jitted = jax.jit(counted, static_argnames=STATIC, donate_argnums=donated)
+
+
+_HIDDEN = Program(from_hidden)
+_LOGITS = Program(from_logits)
+
+
+def draft_block(
+    head: DSparkHead,
+    hidden: Any,
+    anchor_ids: Any,
+    *,
+    sampling: DraftSampling | None = None,
+    topk: int | None = None,
+    outputs: str = "tokens",
+    logits_dtype: Any = None,
+    min_confidence: float | None = None,
+    implementation: str | None = None,
+) -> DraftBlock:
+    """Draft a block of S tokens for each of B requests from backbone hidden states, in one jitted call.
+
+    Args:
+        head: the drafter's head (see load_head).
+        hidden: [B, S, H] float, hidden states of the S draft slots.
+        anchor_ids: int [B], the token before the first draft position; an id outside [0, V) makes its request invalid.
+        sampling: None drafts greedily; a DraftSampling draws each token from softmax(logits / temperature).
+        topk: k candidates per step, chosen from the base logits, 1 <= k <= Vd; None uses the whole draft vocabulary.
+            Padding (Vd > V) is no candidate: k beyond V is V.
+        outputs: "tokens"; "logits" adds block.logits [S, B, V]; "candidates" adds candidate ids and logits [S, B, k].
+        logits_dtype: dtype of the corrected logits that tokens are drawn from; None takes the head's.
+        min_confidence: prune at the first step whose conditional confidence is below it (block.num_draft).
+        implementation: "xla" (plain operations), "pallas" (the kernels of kernels/: compiled on NVIDIA GPUs,
+            interpreted elsewhere) or None: a kernel on GPUs only where it is known to have passed its checks on one.
+
+    Returns:
+        DraftBlock.
+
+    Raises:
+        ValueError: wrong shape, dtype, range or option; the message names the field, the value and what was expected.
+    """
+    static = static_options(check_head(head), topk, outputs, logits_dtype, implementation)
+    hidden, anchor = prepare_hidden(head, hidden, anchor_ids)
+    draw = None if sampling is None else coerce_sampling(sampling, hidden.shape[0])
+    threshold = check_threshold(head, min_confidence, has_hidden=True)
+    return _HIDDEN.jitted(head, hidden, anchor, draw, None, threshold, **static)[0]
+
+
+def draft_from_logits(
+    head: DSparkHead,
+    base_logits: Any,
+    anchor_ids: Any,
+    *,
+    hidden: Any = None,
+    sampling: DraftSampling | None = None,
+    topk: int | None = None,
+    outputs: str = "tokens",
+    logits_dtype: Any = None,
+    min_confidence: float | None = None,
+    implementation: str | None = None,
+) -> DraftBlock:
+    """Draft like `draft_block`, from step-major base logits [S, B, Vd] (scaled and softcapped) of the caller.
+
+    Args:
+        base_logits: [S, B, Vd] float; kept, not donated (see make_draft_from_logits_fn).
+        hidden: [B, S, H], which gated and rnn heads and the confidence head read; None otherwise (without it
+            block.confidence_logits is None).
+    """
+    static = static_options(check_head(head), topk, outputs, logits_dtype, implementation)
+    base, anchor, hidden = prepare_logits(head, base_logits, anchor_ids, hidden)
+    draw = None if sampling is None else coerce_sampling(sampling, base.shape[1])
+    threshold = check_threshold(head, min_confidence, has_hidden=hidden is not None)
+    return _LOGITS.jitted(head, base, anchor, draw, hidden, threshold, **static)
+
+
+@jax.jit
+def _teacher_forced(head: DSparkHead, hidden: jax.Array, prev: jax.Array) -> jax.Array:
+    return teacher_forced(head, jnp.swapaxes(hidden, 0, 1), prev.T)
+
+
+def teacher_forced_logits(head: DSparkHead, hidden: Any, prev_ids: Any) -> jax.Array:
+    """Return corrected logits [S, B, Vd] in the head's dtype for given previous tokens.
+
+    Args:
+        hidden: [B, S, H] float; prev_ids: int [B, S], the target id before each step (prev_ids[:, 0] is the anchor).
+    """
+    hidden = coerce_hidden(check_head(head), hidden)
+    return _teacher_forced(head, hidden, coerce_ids("prev_ids", prev_ids, hidden.shape[:2], "[B, S]"))

@@ -1,0 +1,53 @@
+"""Candidates of a top-k draft: chosen once from the base logits, corrected step by step, scattered into dense rows.
+
+The draft distribution is the softmax over the corrected candidates and zero outside, so a dense row of it is -inf
+everywhere else. DraftBuffer rows are reused: only the columns written last time are reset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..kernels.select import select_topk
+from ..types import DraftBuffer
+
+
+def select(base: jax.Array, k: int, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Return the k largest base logits of each row, descending, ties (and zeros of either sign) to the lowest id.
+
+    NaN of either sign counts as the largest value, so a row that holds one shows it among its candidates.
+
+    Args:
+        base: [S, B, Vd] float.
+        implementation: "xla", "pallas" or None, see kernels/dispatch.py.
+
+    Returns:
+        values [S, B, k] in the dtype of base, ids int32 [S, B, k], distinct within a row.
+    """
+    S, B, n = base.shape
+    values, ids = select_topk(base.reshape(S * B, n), k, implementation=implementation)
+    return values.reshape(S, B, k), ids.reshape(S, B, k)
+
+
+def scatter(dense: jax.Array, ids: jax.Array, values: jax.Array | float) -> jax.Array:
+    """Write values [S, B, k] (or one number) into columns ids [S, B, k] of dense [S, B, V]."""
+    S, B, _ = ids.shape
+    s = lax.broadcasted_iota(jnp.int32, (S, B, 1), 0)
+    b = lax.broadcasted_iota(jnp.int32, (S, B, 1), 1)
+    values = jnp.asarray(values, dense.dtype)
+    return dense.at[s, b, ids].set(values, unique_indices=True, mode="promise_in_bounds")
+
+
+def empty_buffer(steps: int, batch: int, vocab_size: int, k: int, dtype: Any) -> DraftBuffer:
+    """Return a fresh DraftBuffer: rows of -inf [S, B, V], and distinct ids [S, B, k] to be reset first."""
+    ids = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (steps, batch, k))
+    return DraftBuffer(logits=jnp.full((steps, batch, vocab_size), -jnp.inf, dtype), ids=jnp.array(ids))
+
+
+def refill(buffer: DraftBuffer, ids: jax.Array, logits: jax.Array) -> DraftBuffer:
+    """Reset the columns the buffer's last call wrote and write this call's candidates: O(S * B * k) in place."""
+    return DraftBuffer(logits=scatter(scatter(buffer.logits, buffer.ids, -jnp.inf), ids, logits), ids=ids)

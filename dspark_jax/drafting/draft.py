@@ -1,0 +1,130 @@
+"""The draft of a block: selection of candidates where asked for, the steps (steps.py), and the outputs wanted.
+
+Tokens are drawn from the rounded corrected rows, so that what a verifier reads is what was drawn from, whatever the
+`outputs`. `draft` is pure; the entry points around it (api.py) coerce and jit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..types import DraftBlock, DraftBuffer, DraftSampling
+from . import candidates
+from .heads import DSparkHead, bias
+from .steps import Rows, take_steps
+
+
+def draft(
+    head: DSparkHead,
+    base: jax.Array,
+    anchor: jax.Array,
+    hidden: jax.Array | None,
+    draw: DraftSampling | None,
+    buffer: DraftBuffer | None = None,
+    min_confidence: jax.Array | None = None,
+    *,
+    topk: int | None,
+    outputs: str,
+    logits_dtype: Any,
+    implementation: str | None = None,
+) -> tuple[DraftBlock, DraftBuffer | None]:
+    """Draft a block from step-major base logits; the pure core under every entry point.
+
+    Args:
+        base: [S, B, Vd] base logits; anchor: int32 [B]; hidden: [S, B, H], or None where the head needs none.
+        draw: None for greedy, else the per-request sampling parameters.
+        buffer: rows to write into for topk with outputs="logits", or None to make new ones.
+        min_confidence: float32 [] threshold, or None.
+        topk, outputs, logits_dtype, implementation: static; see `api.draft_block`.
+
+    Returns:
+        The block, and the refilled buffer (None without one). With a buffer the block's `logits` is None: the caller
+        reads the buffer's, since returning one array twice would copy it.
+    """
+    S, B, _ = base.shape
+    keep, fields, V = outputs != "tokens", {}, head.config.vocab_size
+    if topk is None:
+        live = V if head.target_ids is None and base.shape[-1] > V else None
+        source = Rows(base, head.target_ids, live=live)
+    else:
+        with jax.named_scope("select"):
+            values, draft_ids = candidates.select(_mask_padding(head, base), topk, implementation=implementation)
+        ids = draft_ids if head.target_ids is None else jnp.take(head.target_ids, draft_ids)
+        source = Rows(values, ids, draft_ids)
+    with jax.named_scope("draft_steps"):
+        rows, tokens, valid = take_steps(
+            head, source, anchor, hidden, draw, keep=keep, dtype=logits_dtype, implementation=implementation
+        )
+
+    if outputs == "candidates":
+        fields = {"candidate_ids": ids, "candidate_logits": rows}
+    elif outputs == "logits" and topk is None:
+        fields = {"logits": _to_target_columns(head, rows)}
+    elif outputs == "logits" and buffer is not None:
+        buffer = candidates.refill(buffer, ids, rows)
+    elif outputs == "logits":
+        empty = jnp.full((S, B, V), -jnp.inf, logits_dtype)
+        fields = {"logits": candidates.scatter(empty, ids, rows)}
+
+    valid &= ((anchor >= 0) & (anchor < V))[None]
+    confidence = _confidence(head, hidden, jnp.concatenate([anchor[None], tokens[:-1]]))
+    block = DraftBlock(
+        tokens=tokens.T,
+        num_draft=_num_draft(valid, confidence, min_confidence),
+        valid=valid.all(axis=0),
+        confidence_logits=None if confidence is None else confidence.T,
+        method="greedy" if draw is None else "probabilistic",
+        **fields,
+    )
+    return block, buffer
+
+
+def teacher_forced(head: DSparkHead, hidden: jax.Array, prev: jax.Array) -> jax.Array:
+    """Return corrected logits [S, B, Vd] where the previous tokens prev [S, B] are given; hidden [S, B, H]."""
+    base, markov = head.base_logits(hidden), head.markov
+    if markov is None:
+        return base
+
+    def body(state: Any, xs: Any) -> tuple[Any, jax.Array]:
+        return markov.step(state, *xs)
+
+    _, latents = lax.scan(body, markov.start(prev.shape[1]), (markov.embed(prev), markov.hoist(hidden)))
+    return (base.astype(jnp.float32) + bias(latents, markov.markov_w2[...])).astype(base.dtype)
+
+
+def _mask_padding(head: DSparkHead, logits: jax.Array) -> jax.Array:
+    """Set the columns [..., Vd] beyond the target vocabulary to -inf, where the draft vocabulary is padded."""
+    V = head.config.vocab_size
+    if head.target_ids is not None or logits.shape[-1] <= V:
+        return logits
+    column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.where(column < V, logits, jnp.array(-jnp.inf, logits.dtype))
+
+
+def _to_target_columns(head: DSparkHead, rows: jax.Array) -> jax.Array:
+    """Bring rows [S, B, Vd] to the target vocabulary [S, B, V]; -inf where no draft id stands for a target id."""
+    V = head.config.vocab_size
+    if head.target_ids is None:
+        return rows[..., :V]
+    empty = jnp.full((*rows.shape[:2], V), -jnp.inf, rows.dtype)
+    return empty.at[..., head.target_ids].set(rows, unique_indices=True, indices_are_sorted=True)
+
+
+def _confidence(head: DSparkHead, hidden: jax.Array | None, prev: jax.Array) -> jax.Array | None:
+    """Return confidence logits float32 [S, B] for previous tokens [S, B]; None without a head or hidden states."""
+    if head.confidence is None or hidden is None:
+        return None
+    read = head.markov if head.config.confidence_head_with_markov else None
+    return head.confidence(hidden, None if read is None else read.embed(prev))
+
+
+def _num_draft(valid: jax.Array, confidence: jax.Array | None, min_confidence: jax.Array | None) -> jax.Array:
+    """Return int32 [B]: steps before the first that is invalid or whose confidence is below the threshold."""
+    go_on = valid
+    if min_confidence is not None and confidence is not None:
+        go_on &= jax.nn.sigmoid(confidence) >= min_confidence
+    return jnp.cumprod(go_on.astype(jnp.int32), axis=0).sum(axis=0)

@@ -1,0 +1,197 @@
+"""A whole drafter: backbone and head. `load_drafter` reads one, `Drafter.propose` drafts a block in one jitted call."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..checkpoint.load import load_head
+from ..checkpoint.open import EMBEDDING, open_checkpoint
+from ..checkpoint.weights import WeightTaker
+from ..checks import check_int, invalid
+from ..coerce import coerce_floats, coerce_ids, coerce_sampling
+from ..transformer.backbone import Backbone
+from ..transformer.cache import ContextCache
+from ..transformer.geometry import BackboneConfig
+from ..types import DraftBlock, DraftSampling
+from .draft import draft
+from .heads import DSparkHead
+from .inputs import check_threshold, static_options
+
+
+class Drafter(nnx.Module):
+    """Backbone and head of one checkpoint: a pytree that jitted functions take as an argument.
+
+    Args:
+        backbone: turns target features and a block of tokens into hidden states.
+        head: turns hidden states into a drafted block; its config describes both.
+    """
+
+    def __init__(self, backbone: Backbone, head: DSparkHead) -> None:
+        H, found = head.config.hidden_size, backbone.config.hidden_size
+        if found != H:
+            raise invalid("backbone.config.hidden_size", found, f"the head's hidden_size {H}")
+        if head.lm_head is None:
+            raise invalid("head.lm_head", None, "an LM head")
+        self.backbone, self.head = backbone, head
+
+    @property
+    def config(self) -> Any:
+        """The drafter's DSparkConfig."""
+        return self.head.config
+
+    def make_cache(self, batch: int, capacity: int) -> ContextCache:
+        """Return an empty context cache for `batch` requests of at most capacity - block_size context positions."""
+        check_int("capacity", capacity, self.config.block_size + 1)
+        return self.backbone.make_cache(batch, capacity)
+
+    def extend(self, cache: ContextCache, features: Any, lengths: Any) -> ContextCache:
+        """Append context without drafting, in one jitted call that donates the cache (a long prompt, say).
+
+        Args:
+            features: float [B, F, T * Ht], the target's taps of positions cache.lengths .. lengths - 1.
+            lengths: int [B], the new lengths; rows of `features` beyond them are ignored.
+        """
+        features = self._features(cache, features)
+        return _extend(self.backbone, cache, features, coerce_ids("lengths", lengths, (features.shape[0],), "[B]"))
+
+    def propose(
+        self,
+        cache: ContextCache,
+        features: Any,
+        anchor_ids: Any,
+        positions: Any,
+        sampling: DraftSampling | None = None,
+        *,
+        num_steps: int | None = None,
+        topk: int | None = None,
+        outputs: str = "tokens",
+        logits_dtype: Any = None,
+        min_confidence: float | None = None,
+    ) -> tuple[DraftBlock, ContextCache]:
+        """Append new context and draft the block behind it, in one jitted call that donates the cache.
+
+        Args:
+            cache: the context so far; use the returned one afterwards.
+            features: float [B, F, T * Ht], the target's taps of the positions since, cache.lengths .. positions - 1;
+                further rows are ignored. F is static, so a loop always hands in as many rows as a block can add.
+            anchor_ids: int [B], the last committed token, whose own features the target has not given yet.
+            positions: int [B], the anchor's index in the sequence. The block drafts positions + 1 and on.
+            sampling: None drafts greedily. Its `position` is not read: it is positions + 1.
+            num_steps: S, at most the checkpoint's; None takes it. The backbone always runs the whole block, which it
+                was trained on, so fewer steps give a prefix of the same draft.
+            topk, outputs, logits_dtype, min_confidence: as in draft_block.
+
+        Returns:
+            The block (invalid for a request whose positions do not follow its cache or do not fit it), and the cache.
+
+        Raises:
+            ValueError: wrong shape, dtype, range or option; the message names field, value and what was expected.
+        """
+        features = self._features(cache, features)
+        batch = features.shape[0]
+        positions = coerce_ids("positions", positions, (batch,), "[B]")
+        if sampling is not None:
+            # JAX arrays are taken as they are: the true positions are filled in on the device.
+            sampling = coerce_sampling(dataclasses.replace(sampling, position=jnp.zeros((batch,), jnp.int32)), batch)
+        static = self.check_options(num_steps=num_steps, topk=topk, outputs=outputs, logits_dtype=logits_dtype)
+        threshold = self.check_threshold(min_confidence)
+        anchor = coerce_ids("anchor_ids", anchor_ids, (batch,), "[B]")
+        return _propose(self, cache, features, anchor, positions, sampling, threshold, **static)
+
+    def check_options(self, *, num_steps: Any, topk: Any, outputs: str, logits_dtype: Any) -> dict[str, Any]:
+        """Return the static options of `propose_block`, checked."""
+        steps = self.config.max_steps
+        static = static_options(self.head, topk, outputs, logits_dtype)
+        del static["implementation"]
+        return static | {"num_steps": steps if num_steps is None else check_int("num_steps", num_steps, 1, steps)}
+
+    def check_threshold(self, min_confidence: Any) -> jax.Array | None:
+        """Return the confidence threshold as a float32 scalar, or None."""
+        return check_threshold(self.head, min_confidence, has_hidden=True)
+
+    def _features(self, cache: ContextCache, features: Any) -> jax.Array:
+        batch, width = cache.lengths.shape[0], self.backbone.feature_size
+        return coerce_floats("features", features, (batch, None, width), "[B, F, T * Ht]", self.backbone.dtype)
+
+
+def propose_block(
+    drafter: Drafter,
+    cache: ContextCache,
+    features: jax.Array,
+    anchor: jax.Array,
+    positions: jax.Array,
+    sampling: DraftSampling | None,
+    min_confidence: jax.Array | None,
+    *,
+    num_steps: int,
+    topk: int | None,
+    outputs: str,
+    logits_dtype: Any,
+) -> tuple[DraftBlock, ContextCache]:
+    """Extend the context and draft; the pure core of `Drafter.propose`, for callers that jit a larger round."""
+    config = drafter.config
+    new = positions - cache.lengths
+    # Values cannot raise inside a compiled program; a request that does not fit its cache drafts nothing.
+    fits = (new >= 0) & (new <= features.shape[1]) & (positions + config.block_size <= cache.kv.capacity)
+    cache = drafter.backbone.extend(cache, features, positions)
+    masks = jnp.full((anchor.shape[0], config.block_size - 1), config.mask_token_id, jnp.int32)
+    with jax.named_scope("backbone"):
+        hidden, kv = drafter.backbone(cache, jnp.concatenate([anchor[:, None], masks], axis=1))
+    first = 0 if config.sample_from_anchor else 1
+    steps = jnp.swapaxes(hidden[:, first : first + num_steps], 0, 1)
+    with jax.named_scope("lm_head"):
+        base = drafter.head.base_logits(steps, logits_dtype)
+    draw = None if sampling is None else dataclasses.replace(sampling, position=positions + 1)
+    block, _ = draft(
+        drafter.head, base, anchor, steps, draw, None, min_confidence,
+        topk=topk, outputs=outputs, logits_dtype=logits_dtype,
+    )  # fmt: skip
+    valid = block.valid & fits
+    block = dataclasses.replace(block, valid=valid, num_draft=jnp.where(fits, block.num_draft, 0))
+    return block, dataclasses.replace(cache, kv=kv)
+
+
+_STATIC = ("num_steps", "topk", "outputs", "logits_dtype")
+_propose = jax.jit(propose_block, static_argnames=_STATIC, donate_argnames=("cache",))
+
+
+@jax.jit(donate_argnames=("cache",))
+def _extend(backbone: Backbone, cache: ContextCache, features: jax.Array, lengths: jax.Array) -> ContextCache:
+    return backbone.extend(cache, features, lengths)
+
+
+def load_drafter(
+    path: str | os.PathLike[str], *, dtype: Any = None, target: str | os.PathLike[str] | None = None
+) -> Drafter:
+    """Load backbone and head of a checkpoint directory, without PyTorch.
+
+    Args:
+        path: directory of the drafter (DeepSpec layout or a family that is mapped to it).
+        dtype: "float32", "bfloat16" or "float16" for all weights; None keeps the stored ones.
+        target: directory of the target, which supplies the embedding or LM head that the checkpoint does not store.
+
+    Raises:
+        FileNotFoundError, ValueError: as load_head; or the backbone's tensors are missing or misshapen (all listed).
+    """
+    checkpoint = open_checkpoint(path, target)
+    checkpoint.check_supported()
+    if EMBEDDING not in checkpoint:
+        raise ValueError(f"{EMBEDDING}: {checkpoint.path} stores no embedding; pass target=, the target's directory")
+    if "fc.weight" not in checkpoint:
+        raise ValueError(f"fc.weight: {checkpoint.path} holds no backbone; load_head reads a head alone")
+    config = BackboneConfig.from_dict(checkpoint.flat)
+    head_parts = ("markov_head.", "confidence_head.", "lm_head.", "d2t", "t2d")
+    names = [name for name in checkpoint.names if not name.startswith(head_parts)]
+    take = WeightTaker(checkpoint.path, names, checkpoint.get, dtype)
+    taps, width = len(checkpoint.config.target_layer_ids), checkpoint.shapes["fc.weight"][-1]
+    if taps == 0 or width % taps:
+        raise invalid("fc.weight", list(checkpoint.shapes["fc.weight"]), f"columns for {taps} target_layer_ids")
+    backbone = Backbone(config, width, take)
+    take.finish()
+    return Drafter(backbone, load_head(path, dtype=dtype, target=target))

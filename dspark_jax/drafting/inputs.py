@@ -1,0 +1,81 @@
+"""Options and operands of the drafting entry points, checked and coerced once for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..checks import check_choice, check_min_confidence, check_topk, dtype_name, invalid
+from ..coerce import coerce_floats, coerce_ids
+from ..config import OUTPUTS
+from ..kernels.dispatch import IMPLEMENTATIONS
+from .heads import DSparkHead
+
+
+def check_head(head: Any) -> DSparkHead:
+    """Return `head`, which must be a DSparkHead."""
+    if not isinstance(head, DSparkHead):
+        raise invalid("head", type(head).__name__, "a DSparkHead (load_head returns one)")
+    return head
+
+
+def check_steps(head: DSparkHead, steps: int, field: str) -> None:
+    """Refuse more draft steps than the checkpoint was trained for."""
+    if steps > head.config.max_steps:
+        anchor = "" if head.config.sample_from_anchor else " less one, since sample_from_anchor is false"
+        raise invalid(field, steps, f"at most {head.config.max_steps} draft steps (block_size{anchor})")
+
+
+def static_options(
+    head: DSparkHead, topk: Any, outputs: str, logits_dtype: Any, implementation: str | None = None
+) -> dict[str, Any]:
+    """Return what is static about a draft: topk, outputs, logits_dtype and implementation, checked."""
+    check_choice("outputs", outputs, OUTPUTS)
+    k = check_topk(topk, head.config.Vd)
+    k = None if k is None else min(k, head.config.draftable)  # padding is never a candidate
+    if outputs == "candidates" and k is None:
+        raise invalid("outputs", "candidates", "a topk beside it (a dense draft has no candidates)")
+    dtype = head.dtype if logits_dtype is None else dtype_name("logits_dtype", logits_dtype)
+    if implementation is not None:
+        check_choice("implementation", implementation, IMPLEMENTATIONS)
+    return {"topk": k, "outputs": outputs, "logits_dtype": jnp.dtype(dtype), "implementation": implementation}
+
+
+def check_threshold(head: DSparkHead, min_confidence: Any, *, has_hidden: bool) -> jax.Array | None:
+    """Return the confidence threshold as a float32 scalar (a new value is no new trace), or None."""
+    value = check_min_confidence(min_confidence)
+    if value is None:
+        return None
+    if head.confidence is None or not has_hidden:
+        missing = "no confidence head in this checkpoint" if head.confidence is None else "no hidden states given"
+        raise invalid("min_confidence", value, f"None ({missing})")
+    return jnp.asarray(value, jnp.float32)
+
+
+def coerce_hidden(head: DSparkHead, hidden: Any) -> jax.Array:
+    """Return hidden [B, S, H] in the head's dtype."""
+    hidden = coerce_floats("hidden", hidden, (None, None, head.config.hidden_size), "[B, S, H]", head.dtype)
+    check_steps(head, hidden.shape[1], "hidden.shape[1]")
+    return hidden
+
+
+def prepare_hidden(head: DSparkHead, hidden: Any, anchor_ids: Any) -> tuple[jax.Array, jax.Array]:
+    """Return hidden [B, S, H] in the head's dtype and anchors int32 [B]."""
+    hidden = coerce_hidden(head, hidden)
+    return hidden, coerce_ids("anchor_ids", anchor_ids, (hidden.shape[0],), "[B]")
+
+
+def prepare_logits(
+    head: DSparkHead, base_logits: Any, anchor_ids: Any, hidden: Any
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return base logits [S, B, Vd], anchors int32 [B] and hidden [B, S, H] (None where the head needs none)."""
+    base = coerce_floats("base_logits", base_logits, (None, None, head.config.Vd), "[S, B, Vd] (step-major)")
+    S, B, _ = base.shape
+    check_steps(head, S, "base_logits.shape[0]")
+    if hidden is not None:
+        hidden = coerce_floats("hidden", hidden, (B, S, head.config.hidden_size), "[B, S, H]", head.dtype)
+    elif head.config.markov_head_type in ("gated", "rnn"):
+        raise invalid("hidden", None, f"hidden states [B, S, H], which a {head.config.markov_head_type} head reads")
+    return base, coerce_ids("anchor_ids", anchor_ids, (B,), "[B]"), hidden

@@ -1,0 +1,1 @@
+"""Transformers: geometry, caches, decoder layers, the drafter's backbone and the target."""

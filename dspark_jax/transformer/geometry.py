@@ -1,0 +1,200 @@
+"""Geometry of a stack of transformer layers: BackboneConfig, which the drafter's backbone and the target share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..checks import check_bool, check_choice, check_float, check_int, invalid
+from ..config import read_rope_theta
+
+STYLES = ("qwen3", "gemma4")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ROPE_TYPES = ("default", "linear", "proportional")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """Shapes and variants of the layers, independent of the checkpoint family they came from.
+
+    Attributes:
+        vocab_size: V, rows of the token embedding.
+        hidden_size, intermediate_size, num_layers: H, the MLP's width, L.
+        num_heads, num_kv_heads, head_dim: attention geometry; num_kv_heads divides num_heads.
+        style: "qwen3" (norms before attention and MLP) or "gemma4" (sandwich norms, layer_scalar, normed values,
+            embeddings scaled by sqrt(H), attention scale 1).
+        activation: of the gated MLP.
+        rms_norm_eps: epsilon of every RMS norm.
+        attention_bias: whether q, k, v and o have biases.
+        key_is_value: values are the key projection's output (no v_proj).
+        rope_theta, rope_type, rope_factor, partial_rotary_factor: rotary base; "linear" divides the frequencies by
+            rope_factor; "proportional" rotates only the fastest partial_rotary_factor of the frequency pairs.
+        rope_interleaved: pairs are (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ...
+        windows: sliding window of each layer (a key at distance >= window is hidden), None for full attention.
+        causal: whether a block's token sees only earlier tokens of the block. Drafters are bidirectional by default.
+        max_position_embeddings: the most positions the checkpoint allows; None where unknown.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    style: str = "qwen3"
+    activation: str = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    key_is_value: bool = False
+    rope_theta: float = 10000.0
+    rope_type: str = "default"
+    rope_factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
+    windows: tuple[int | None, ...] = ()
+    causal: bool = False
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field; the errors name the field, the value found and what was expected."""
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        for name in sizes:
+            put(name, check_int(name, getattr(self, name), 1))
+        put("head_dim", check_int("head_dim", self.head_dim, 2))
+        if self.head_dim % 2:
+            raise invalid("head_dim", self.head_dim, "an even number (rotary pairs)")
+        if self.num_heads % self.num_kv_heads:
+            raise invalid("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads = {self.num_heads}")
+        check_choice("style", self.style, STYLES)
+        check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("rope_type", self.rope_type, ROPE_TYPES)
+        for name in ("rms_norm_eps", "rope_theta", "rope_factor", "partial_rotary_factor"):
+            put(name, check_float(name, getattr(self, name), above=0, expected="a number > 0"))
+        if self.partial_rotary_factor > 1:
+            raise invalid("partial_rotary_factor", self.partial_rotary_factor, "a number in (0, 1]")
+        if self.partial_rotary_factor != 1 and self.rope_type != "proportional":
+            raise invalid("partial_rotary_factor", self.partial_rotary_factor, f"1 with rope_type {self.rope_type!r}")
+        for name in ("attention_bias", "key_is_value", "rope_interleaved", "causal"):
+            check_bool(name, getattr(self, name))
+        windows = tuple(self.windows) or (None,) * self.num_layers
+        if len(windows) != self.num_layers:
+            raise invalid("windows", list(windows), f"one entry for each of {self.num_layers} layers")
+        put("windows", tuple(w if w is None else check_int("windows", w, 1) for w in windows))
+        if self.max_position_embeddings is not None:
+            put("max_position_embeddings", check_int("max_position_embeddings", self.max_position_embeddings, 1))
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the products of queries and keys."""
+        return 1.0 if self.style == "gemma4" else self.head_dim**-0.5
+
+    @property
+    def embed_scale(self) -> float:
+        """Factor on token embeddings."""
+        return self.hidden_size**0.5 if self.style == "gemma4" else 1.0
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, causal: bool | None = None) -> BackboneConfig:
+        """Read the geometry from config.json: flat, or nested in transformer_layer_config or text_config.
+
+        Args:
+            raw: config.json as read.
+            causal: True for a target; None reads a drafter's own flag, which is absent (bidirectional) in most.
+
+        Raises:
+            ValueError: a field is missing or out of range, or the model has parts that are not implemented here.
+        """
+        layer = raw.get("transformer_layer_config") or raw.get("text_config") or raw
+        if not isinstance(layer, Mapping):
+            raise invalid("transformer_layer_config", layer, "an object")
+
+        def get(key: str, default: Any = None) -> Any:
+            return default if layer.get(key) is None else layer[key]
+
+        gemma = _is_gemma4(raw, layer)
+        for name in ("enable_moe_block", "hidden_size_per_layer_input", "num_experts", "num_kv_shared_layers"):
+            if gemma and get(name):
+                raise invalid(name, get(name), "none: experts, per-layer inputs and shared keys are not supported")
+        key_is_value = gemma and check_bool("attention_k_eq_v", get("attention_k_eq_v", False))
+        heads = check_int("num_attention_heads", _required(get, "num_attention_heads"), 1)
+        head_dim = get("global_head_dim" if gemma else "head_dim", get("head_dim"))
+        hidden = check_int("hidden_size", _required(get, "hidden_size"), 1)
+        layers = check_int("num_hidden_layers", _required(get, "num_hidden_layers"), 1)
+        windows = _read_windows(get, layers)
+        return cls(
+            vocab_size=_required(get, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=_required(get, "intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=get("num_global_key_value_heads" if key_is_value else "num_key_value_heads", heads),
+            head_dim=hidden // heads if head_dim is None else head_dim,
+            style="gemma4" if gemma else "qwen3",
+            activation=get("hidden_activation", get("hidden_act", "gelu_pytorch_tanh" if gemma else "silu")),
+            rms_norm_eps=get("rms_norm_eps", 1e-6),
+            attention_bias=get("attention_bias", False),
+            key_is_value=key_is_value,
+            rope_interleaved=not check_bool("rope_is_neox_style", raw.get("rope_is_neox_style", True)),
+            windows=windows,
+            causal=_read_causal(raw, windows) if causal is None else causal,
+            max_position_embeddings=get("max_position_embeddings"),
+            **_read_rope(layer, gemma),
+        )
+
+
+def _required(get: Any, key: str) -> Any:
+    value = get(key)
+    if value is None:
+        raise invalid(key, None, "a value in config.json")
+    return value
+
+
+def _is_gemma4(raw: Mapping[str, Any], layer: Mapping[str, Any]) -> bool:
+    names = [layer.get("model_type"), raw.get("model_type"), *(raw.get("architectures") or ())]
+    return any(str(name).lower().startswith("gemma4") for name in names)
+
+
+def _read_windows(get: Any, layers: int) -> tuple[int | None, ...]:
+    types, window = get("layer_types"), get("sliding_window")
+    if types is None:
+        first = get("max_window_layers", 0) if get("use_sliding_window", False) and window else layers
+        return tuple(window if n >= first else None for n in range(layers))
+    if not isinstance(types, list | tuple) or len(types) != layers:
+        raise invalid("layer_types", types, f"a list of {layers} names")
+    for name in types:
+        check_choice("layer_types", name, ("full_attention", "sliding_attention"))
+    if "sliding_attention" in types and window is None:
+        raise invalid("sliding_window", None, "a size, since layer_types names sliding_attention")
+    return tuple(window if name == "sliding_attention" else None for name in types)
+
+
+def _read_causal(raw: Mapping[str, Any], windows: tuple[int | None, ...]) -> bool:
+    nested = [raw.get(name) or {} for name in ("dspark_config", "dflash_config")]
+    for place in (raw, *nested):
+        for key in ("causal", "dflash_query_causal"):
+            if place.get(key) is not None:
+                return check_bool(key, place[key])
+    # speculators: sliding layers are causal unless the file says otherwise.
+    non_causal = raw.get("sliding_window_non_causal")
+    return any(windows) and non_causal is not None and not check_bool("sliding_window_non_causal", non_causal)
+
+
+def _read_rope(layer: Mapping[str, Any], gemma: bool) -> dict[str, Any]:
+    parameters = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise invalid("rope_parameters", parameters, "an object")
+    if isinstance(parameters.get("full_attention"), Mapping):
+        parameters = parameters["full_attention"]
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    found: dict[str, Any] = {"rope_type": check_choice("rope_type", kind, ROPE_TYPES)}
+    if (theta := read_rope_theta(layer)) is not None:
+        found["rope_theta"] = theta
+    if found["rope_type"] != "default" and parameters.get("factor") is not None:
+        found["rope_factor"] = parameters["factor"]
+    # Only Gemma4's layers rotate partially; elsewhere the key is a leftover of the target's config.
+    if gemma and parameters.get("partial_rotary_factor") is not None:
+        found["partial_rotary_factor"] = parameters["partial_rotary_factor"]
+    return found

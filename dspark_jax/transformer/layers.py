@@ -1,0 +1,203 @@
+"""Transformer layers shared by the drafter's backbone and the target: norms, rotary positions, attention, MLP.
+
+T tokens per request, N heads, D head size. Weights keep the stored orientation [out, in]; products accumulate in
+float32 and round once to the activations' dtype; norms, rotation and softmax are float32 inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..linear import product
+from .cache import KVCache
+from .geometry import BackboneConfig
+
+Take = Callable[[str, tuple[int, ...]], jax.Array]  # (tensor's name, expected shape) -> weight
+
+
+def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32, in x's dtype."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (normed if weight is None else normed * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(config: BackboneConfig) -> np.ndarray:
+    """Return the angle per position of each rotary pair, float32 [head_dim / 2].
+
+    theta^(-2i / head_dim); "linear" divides by the factor; "proportional" keeps the fastest partial_rotary_factor of
+    the pairs and leaves the others unrotated (the exponent's divisor stays head_dim).
+    """
+    half = config.head_dim // 2
+    frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float32) / half) / np.float32(config.rope_factor)
+    if config.rope_type == "proportional":
+        frequencies[int(config.partial_rotary_factor * half) :] = 0
+    return frequencies.astype(np.float32)
+
+
+def rope_tables(config: BackboneConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return cosines and sines, float32 [B, T, 1, head_dim / 2], of absolute positions [B, T]."""
+    angles = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array], interleaved: bool) -> jax.Array:
+    """Rotate the pairs of x [B, T, N, D] by the tables' angles; halves are paired, or neighbours where interleaved."""
+    cos, sin = tables
+    wide = x.astype(jnp.float32)
+    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    out = jnp.stack(turned, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(turned, axis=-1)
+    return out.astype(x.dtype)
+
+
+def visible(positions: jax.Array, capacity: int, *, causal: bool, window: int | None) -> jax.Array:
+    """Say which cache slots each token sees, bool [B, 1, T, C].
+
+    Causal: slots up to the token's own position. Otherwise all slots up to the block's last position, so the whole
+    context and the whole block. A window hides what is `window` or more positions away.
+
+    Args:
+        positions: int32 [B, T], ascending in each row.
+    """
+    slot = jnp.arange(capacity)[None, None]
+    own, last = positions[:, :, None], positions[:, -1:, None]
+    seen = jnp.broadcast_to(slot <= (own if causal else last), (*positions.shape, capacity))
+    if window is not None:
+        seen = seen & (jnp.abs(slot - own) < window)
+    return seen[:, None]
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with per-head norms of queries and keys (and scale-less norms of values in Gemma4)."""
+
+    def __init__(self, config: BackboneConfig, take: Take, prefix: str) -> None:
+        self.config = config
+        H, D = config.hidden_size, config.head_dim
+        outputs = {"q": (config.num_heads * D, H), "k": (config.num_kv_heads * D, H), "o": (H, config.num_heads * D)}
+        if not config.key_is_value:
+            outputs["v"] = outputs["k"]
+        self.weights = nnx.Dict({n: nnx.Param(take(f"{prefix}.{n}_proj.weight", s)) for n, s in outputs.items()})
+        with_bias = outputs if config.attention_bias else {}
+        self.biases = nnx.Dict({n: nnx.Param(take(f"{prefix}.{n}_proj.bias", s[:1])) for n, s in with_bias.items()})
+        self.q_norm = nnx.Param(take(f"{prefix}.q_norm.weight", (D,)))
+        self.k_norm = nnx.Param(take(f"{prefix}.k_norm.weight", (D,)))
+
+    def _project(self, name: str, x: jax.Array) -> jax.Array:
+        if name not in self.biases:
+            return product(x, self.weights[name][...], x.dtype)
+        return (product(x, self.weights[name][...]) + self.biases[name][...].astype(jnp.float32)).astype(x.dtype)
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:-1], -1, self.config.head_dim)
+
+    def queries(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Return normed, rotated queries [B, T, num_heads, D] of x [B, T, H]."""
+        q = rms_norm(self._heads(self._project("q", x)), self.q_norm[...], self.config.rms_norm_eps)
+        return rotate(q, tables, self.config.rope_interleaved)
+
+    def keys_values(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return normed, rotated keys and values [B, T, num_kv_heads, D] of x [B, T, H]."""
+        raw = self._heads(self._project("k", x))
+        values = raw if self.config.key_is_value else self._heads(self._project("v", x))
+        if self.config.style == "gemma4":
+            values = rms_norm(values, None, self.config.rms_norm_eps)
+        keys = rms_norm(raw, self.k_norm[...], self.config.rms_norm_eps)
+        return rotate(keys, tables, self.config.rope_interleaved), values
+
+    def attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+        """Return o_proj(softmax(scale * q.k) v): [B, T, H] from queries [B, T, ...], keys and values [B, C, ...]."""
+        # The library's default for float32 products on GPUs is TF32, which would miss the reference by 1e-3.
+        exact = queries.dtype == jnp.float32
+        with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
+            mixed = jax.nn.dot_product_attention(
+                queries, keys.astype(queries.dtype), values.astype(queries.dtype), mask=mask,
+                scale=self.config.attention_scale,
+            )  # fmt: skip
+        return self._project("o", mixed.reshape(*mixed.shape[:2], -1))
+
+
+class MLP(nnx.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: BackboneConfig, take: Take, prefix: str) -> None:
+        H, wide = config.hidden_size, config.intermediate_size
+        self.gate = nnx.Param(take(f"{prefix}.gate_proj.weight", (wide, H)))
+        self.up = nnx.Param(take(f"{prefix}.up_proj.weight", (wide, H)))
+        self.down = nnx.Param(take(f"{prefix}.down_proj.weight", (H, wide)))
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return [..., H] from x [..., H]."""
+        gate = product(x, self.gate[...], x.dtype)
+        gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+        return product(gate * product(x, self.up[...], x.dtype), self.down[...], x.dtype)
+
+
+class DecoderLayer(nnx.Module):
+    """One layer over a cache. Qwen3: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Gemma4: each branch is normed before and after, and the sum is multiplied by layer_scalar.
+    """
+
+    def __init__(self, config: BackboneConfig, take: Take, prefix: str) -> None:
+        self.config = config
+        self.attention = Attention(config, take, f"{prefix}.self_attn")
+        self.mlp = MLP(config, take, f"{prefix}.mlp")
+        gemma = config.style == "gemma4"
+        names = ["input_layernorm", "post_attention_layernorm"]
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if gemma else []
+        H = config.hidden_size
+        self.norms = nnx.Dict({name: nnx.Param(take(f"{prefix}.{name}.weight", (H,))) for name in names})
+        self.layer_scalar = nnx.data(nnx.Param(take(f"{prefix}.layer_scalar", (1,))) if gemma else None)
+
+    def norm(self, name: str, x: jax.Array) -> jax.Array:
+        """Return x normed by one of the layer's norms."""
+        return rms_norm(x, self.norms[name][...], self.config.rms_norm_eps)
+
+    def __call__(
+        self, x: jax.Array, layer: int, cache: KVCache, start: jax.Array, tables: Any, mask: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        """Write the tokens' keys and values to slots start.. and attend to the visible slots.
+
+        Args:
+            x: [B, T, H]; layer: the layer's number in the cache; start: int32 [B]; tables: of the tokens' positions;
+            mask: bool [B, 1, T, C].
+        """
+        gemma = self.layer_scalar is not None
+        normed = self.norm("input_layernorm", x)
+        queries = self.attention.queries(normed, tables)
+        cache = cache.written(layer, start, *self.attention.keys_values(normed, tables))
+        mixed = self.attention.attend(queries, cache.keys[layer], cache.values[layer], mask)
+        x = x + (self.norm("post_attention_layernorm", mixed) if gemma else mixed)
+        if not gemma:
+            return x + self.mlp(self.norm("post_attention_layernorm", x)), cache
+        mixed = self.mlp(self.norm("pre_feedforward_layernorm", x))
+        x = x + self.norm("post_feedforward_layernorm", mixed)
+        return x * self.layer_scalar[...].astype(x.dtype), cache  # pyright: ignore[reportOptionalSubscript]
+
+
+def run_layers(
+    layers: Any, config: BackboneConfig, x: jax.Array, start: jax.Array, cache: KVCache
+) -> tuple[list[jax.Array], KVCache]:
+    """Run tokens at positions start .. start + T - 1 through all layers.
+
+    Returns:
+        The output of each layer, L arrays [B, T, H], and the cache with the tokens written.
+    """
+    positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    tables = rope_tables(config, positions)
+    masks = {w: visible(positions, cache.capacity, causal=config.causal, window=w) for w in set(config.windows)}
+    outputs = []
+    for number, layer in enumerate(layers):
+        with jax.named_scope(f"layer{number}"):
+            x, cache = layer(x, number, cache, start, tables, masks[config.windows[number]])
+        outputs.append(x)
+    return outputs, cache

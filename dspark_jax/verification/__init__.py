@@ -1,0 +1,1 @@
+"""Verification: the target's filters, both distributions, and the lossless accept-or-resample step."""

@@ -1,0 +1,200 @@
+"""The target's processing before verification: allowed tokens, temperature, min-p, top-k, top-p, in this order.
+
+Every filter keeps the tokens above some value, so a processed row is described by the row itself and three numbers: a
+cutoff, the largest value and the log of the kept mass. Rows are never copied to be sorted or renormalised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..checks import invalid
+from ..coerce import as_array, check_shape
+from ..noise import canonical, safe_temperature
+
+LARGEST = float(jnp.finfo(jnp.float32).max)
+_SIGN = np.uint32(1 << 31)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["allowed", "min_p", "top_k", "top_p"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class TargetFilter:
+    """What each request's target is restricted to; None leaves a filter out. Greedy rows read `allowed` only.
+
+    Tokens that tie with the last one kept are kept as well, so that a filter never depends on the order of ids.
+
+    Attributes:
+        allowed: bool [B, V], or [B, S+1, V] with a mask for each row; False forbids the token (for example a grammar).
+        min_p: float32 [B] or a number, keeps tokens with p >= min_p * max p; <= 0 keeps all.
+        top_k: int32 [B] or a number, keeps the k largest; <= 0 keeps all.
+        top_p: float32 [B] or a number, keeps the fewest largest tokens whose mass, among those left by the filters
+            before, reaches top_p; >= 1 keeps all, <= 0 keeps the largest.
+    """
+
+    allowed: jax.Array | None = None
+    min_p: jax.Array | None = None
+    top_k: jax.Array | None = None
+    top_p: jax.Array | None = None
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["top", "cut", "log_mass"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class RowSummary:
+    """All that is needed of rows [..., V] to turn any of their values into a probability; each field is [..., 1].
+
+    Attributes:
+        top: float32, the largest value.
+        cut: float32, values below it have probability 0; None keeps all.
+        log_mass: float32, log of the sum of exp(value - top) over the kept values.
+    """
+
+    top: jax.Array
+    cut: jax.Array | None
+    log_mass: jax.Array
+
+
+def temper(logits: jax.Array, temperature: jax.Array, allowed: jax.Array | None = None) -> jax.Array:
+    """Return allowed logits / temperature in float32 (divided by 1 in greedy rows), -inf where not allowed.
+
+    Args:
+        logits: [..., n]; temperature: float32, broadcast against [..., 1]; allowed: bool [..., n] or None.
+    """
+    values = logits.astype(jnp.float32)
+    if allowed is not None:
+        values = jnp.where(allowed, values, -jnp.inf)
+    # Overflow and +inf become the largest finite value, which keeps differences of values free of NaN.
+    return canonical(jnp.minimum(values / safe_temperature(temperature), LARGEST))
+
+
+def summarise(values: jax.Array, target_filter: TargetFilter | None = None) -> RowSummary:
+    """Summarise tempered rows [..., V]; a filter's min_p, top_k and top_p broadcast against [..., 1]."""
+    top = jnp.max(values, axis=-1, keepdims=True)
+    # A row of -inf (nothing allowed) must not give NaN: its tokens have probability 0.
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    cut = None if target_filter is None else _cutoff(values, top, target_filter)
+    return RowSummary(top, cut, jnp.log(steady_sum(_weights(values, top, cut))))
+
+
+def log_prob(values: jax.Array, rows: RowSummary) -> jax.Array:
+    """Return log-probabilities of tempered values float32 [..., n] of the summarised rows, -inf for those cut off."""
+    log_p = (values - rows.top) - rows.log_mass
+    # Without a finite value log_mass is -inf: -inf - -inf is no probability.
+    log_p = jnp.where(values == -jnp.inf, -jnp.inf, log_p)
+    return log_p if rows.cut is None else jnp.where(values >= rows.cut, log_p, -jnp.inf)
+
+
+def _weights(values: jax.Array, top: jax.Array, cut: jax.Array | None) -> jax.Array:
+    weight = jnp.exp(values - top)
+    return weight if cut is None else jnp.where(values >= cut, weight, 0.0)
+
+
+def steady_sum(weights: jax.Array) -> jax.Array:
+    """Sum float32 weights in [0, 1] over the last axis [..., n], to the same bits whatever the order: [..., 1].
+
+    A compiler orders a float sum by the shape around it, so a request's probabilities would change in the last bits
+    with the batch or the chunk. Here each weight is cut exactly into three integers, whose sums have no order; what is
+    left out of a weight is below 2**-36 for n up to 2**18.
+    """
+    bits = min(24, 31 - weights.shape[-1].bit_length())
+    scale, total, parts = 2.0**bits, 0.0, []
+    for _ in range(3):
+        weights = weights * scale
+        whole = jnp.floor(weights)
+        parts.append(jnp.sum(whole.astype(jnp.int32), axis=-1, keepdims=True))
+        weights = weights - whole
+    for part in reversed(parts):
+        total = (total + part.astype(jnp.float32)) / scale
+    return jnp.asarray(total)
+
+
+def _cutoff(values: jax.Array, top: jax.Array, target_filter: TargetFilter) -> jax.Array | None:
+    """Return the smallest kept value of each row [..., 1]: the largest of the three filters' cutoffs."""
+    cuts = []
+    if target_filter.min_p is not None:
+        share = jnp.clip(target_filter.min_p, 0.0, 1.0)
+        cuts.append(jnp.where(share > 0, top + jnp.log(share), -jnp.inf))
+    if target_filter.top_k is not None:
+        k = jnp.clip(target_filter.top_k, 0, values.shape[-1])
+        at_k = _largest_reaching(values, lambda keep: jnp.sum(keep, axis=-1, keepdims=True, dtype=jnp.int32), k)
+        cuts.append(jnp.where(k > 0, at_k, -jnp.inf))
+    if target_filter.top_p is not None:
+        # Keep x iff the mass above x is below top_p: from the largest value on whose mass, with all above, reaches it.
+        weight = _weights(values, top, reduce(jnp.maximum, cuts) if cuts else None)
+        need = target_filter.top_p * steady_sum(weight)
+        at_p = _largest_reaching(
+            values, lambda keep: steady_sum(jnp.where(keep, weight, 0.0)), jnp.maximum(need, 1e-30)
+        )
+        cuts.append(jnp.where(target_filter.top_p < 1, at_p, -jnp.inf))
+    return reduce(jnp.maximum, cuts) if cuts else None
+
+
+def _largest_reaching(values: jax.Array, total: Callable[[jax.Array], jax.Array], need: jax.Array) -> jax.Array:
+    """Return each row's largest c [..., 1] with total(values >= c) >= need, or -inf: a search, no sort.
+
+    It fixes one bit after the other of an integer key in the order of the values. The total only changes at values that
+    are present, so the answer is one of them.
+    """
+    keys = _ordered_key(values)
+
+    def try_bit(i: jax.Array, found: jax.Array) -> jax.Array:
+        trial = found | (_SIGN >> i.astype(jnp.uint32))
+        return jnp.where(total(keys >= trial) >= need, trial, found)
+
+    return _value_of_key(lax.fori_loop(0, 32, try_bit, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32)))
+
+
+def _ordered_key(values: jax.Array) -> jax.Array:
+    """Map float32 to uint32 in the same order (the usual flip of sign and mantissa)."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
+
+
+def _value_of_key(key: jax.Array) -> jax.Array:
+    """Invert `_ordered_key`; keys below that of -inf give -inf."""
+    value = lax.bitcast_convert_type(jnp.where(key >= _SIGN, key ^ _SIGN, ~key), jnp.float32)
+    return jnp.where(key <= np.uint32(0x007FFFFF), -jnp.inf, value)
+
+
+def coerce_filter(value: Any, batch: int, rows: int, vocab: int) -> TargetFilter | None:
+    """Return a filter with bool, float32 and int32 arrays of the documented shapes; ValueError names what is wrong."""
+    if value is None:
+        return None
+    if not isinstance(value, TargetFilter):
+        raise invalid("target_filter", type(value).__name__, "a TargetFilter or None")
+    allowed = value.allowed
+    if allowed is not None:
+        allowed = as_array("target_filter.allowed", allowed)
+        if allowed.dtype != bool:
+            raise invalid("target_filter.allowed.dtype", str(allowed.dtype), "bool")
+        if allowed.ndim == 3:
+            check_shape("target_filter.allowed", allowed, (batch, rows, vocab), "[B, V] or [B, S+1, V]")
+        else:
+            check_shape("target_filter.allowed", allowed, (batch, vocab), "[B, V] or [B, S+1, V]")
+        allowed = jnp.asarray(allowed)
+    return TargetFilter(
+        allowed,
+        _per_request("target_filter.min_p", value.min_p, batch, jnp.float32),
+        _per_request("target_filter.top_k", value.top_k, batch, jnp.int32),
+        _per_request("target_filter.top_p", value.top_p, batch, jnp.float32),
+    )
+
+
+def _per_request(field: str, value: Any, batch: int, dtype: Any) -> jax.Array | None:
+    if value is None:
+        return None
+    array = as_array(field, value)
+    kind = jnp.integer if dtype == jnp.int32 else jnp.number
+    if not jnp.issubdtype(array.dtype, kind) or array.dtype == bool:
+        raise invalid(f"{field}.dtype", str(array.dtype), "integers" if dtype == jnp.int32 else "numbers")
+    if array.ndim == 0:
+        array = jnp.broadcast_to(jnp.asarray(array), (batch,))
+    check_shape(field, array, (batch,), "[B]")
+    return jnp.asarray(array, dtype=dtype)
