@@ -158,8 +158,8 @@ def test_gumbel_noise_resolves_both_tails():
 
 def test_gumbel_noise_is_gumbel():
     bits = noise.noise_bits(jnp.asarray(SEEDS), jnp.int32(3), 0, DRAFT, jnp.int32(11))
-    noise = np.asarray(noise.gumbel_from_bits(bits), np.float64)
-    assert stats.kstest(noise, stats.gumbel_r.cdf).pvalue > 1e-4
+    drawn = np.asarray(noise.gumbel_from_bits(bits), np.float64)
+    assert stats.kstest(drawn, stats.gumbel_r.cdf).pvalue > 1e-4
     assert stats.kstest(noise * 1.01, stats.gumbel_r.cdf).pvalue < 1e-4
 
 
@@ -399,8 +399,8 @@ def test_case_8c_tokens_are_drawn_from_the_stored_values(topk, dtype):
     exact = dspark_jax.draft_from_logits(head, base, anchors, logits_dtype="float32", **options)
     assert block.logits.dtype == jnp.dtype(dtype)
     bits = noise.noise_bits(jnp.asarray(SEEDS[:B])[:, None], jnp.int32(0), 0, DRAFT, jnp.arange(V))
-    noise = python_gumbel(bits)
-    score = f32(block.logits)[0].astype(np.float64) / np.float32(0.9) + noise
+    gumbel = python_gumbel(bits)
+    score = f32(block.logits)[0].astype(np.float64) / np.float32(0.9) + gumbel
     tokens = np.asarray(block.tokens)[:, 0]
     lost = score.max(1) - np.take_along_axis(score, tokens[:, None], 1)[:, 0]
     assert lost.max() < 2e-5  # nothing but the last bits of float32 noise
