@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from . import head_kinds
 from .checks import check_bool, check_choice, check_float, check_int, check_min_confidence, dtype_name, invalid
 
-HEAD_TYPES = ("vanilla", "gated", "rnn")
 METHODS = ("greedy", "probabilistic")
 OUTPUTS = ("tokens", "logits", "candidates")
+IMPLEMENTATIONS = ("xla", "pallas")
 MAX_SIZE = 2**31 - 1  # ids are int32
 MAX_BLOCK = 2**16  # steps that the noise tells apart
 
@@ -28,7 +30,7 @@ class DSparkConfig:
         block_size: slots of a block; with `sample_from_anchor` each slot drafts, else slot 0 (the anchor) does not.
         mask_token_id: the target id that stands in the block's undrafted slots.
         markov_rank: r; 0 means no Markov head (a plain parallel drafter).
-        markov_head_type: "vanilla", "gated" or "rnn"; None exactly when markov_rank is 0.
+        markov_head_type: "vanilla", "gated", "rnn" or another registered kind; None exactly when markov_rank is 0.
         enable_confidence_head, confidence_head_with_markov: the confidence head, and whether it reads markov_w1(prev).
         final_logit_softcapping: cap c of c * tanh(x / c) on base logits; None for no cap.
         logit_scale: factor on the base logits, before the cap.
@@ -58,7 +60,7 @@ class DSparkConfig:
 
     def __post_init__(self) -> None:
         """Check every field; the errors name the field, the value found and what was expected."""
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put = partial(object.__setattr__, self)
         for name, most in (("vocab_size", MAX_SIZE), ("hidden_size", MAX_SIZE), ("block_size", MAX_BLOCK)):
             put(name, check_int(name, getattr(self, name), 1, most))
         put("mask_token_id", check_int("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1))
@@ -68,7 +70,7 @@ class DSparkConfig:
         if self.markov_rank == 0 and self.markov_head_type is not None:
             raise invalid("markov_head_type", self.markov_head_type, "None, since markov_rank is 0")
         if self.markov_rank > 0:
-            check_choice("markov_head_type", self.markov_head_type, HEAD_TYPES)
+            check_choice("markov_head_type", self.markov_head_type, head_kinds.names())
         for name in ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"):
             check_bool(name, getattr(self, name))
         if self.confidence_head_with_markov and not self.enable_confidence_head:
@@ -223,7 +225,7 @@ class DraftConfig:
 
     def __post_init__(self) -> None:
         """Check every field; the errors name the field, the value found and what was expected."""
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put = partial(object.__setattr__, self)
         put("num_speculative_tokens", check_int("num_speculative_tokens", self.num_speculative_tokens, 1))
         if self.draft_topk is not None:
             put("draft_topk", check_int("draft_topk", self.draft_topk, 1))
@@ -234,3 +236,29 @@ class DraftConfig:
         if self.logits_dtype is not None:
             put("logits_dtype", dtype_name("logits_dtype", self.logits_dtype))
         put("min_confidence", check_min_confidence(self.min_confidence))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """All that is static about one draft, resolved against a head: the one static argument of the jitted programs.
+
+    Built by drafting/inputs.resolve_options, which checks; a trace belongs to (shapes, dtypes, these options).
+
+    Attributes:
+        logits_dtype: numpy dtype that corrected logits are rounded to; tokens are drawn from the rounded values.
+        topk: k candidates per step, at most the draftable columns, or None for the whole draft vocabulary.
+        outputs: "tokens", "logits" or "candidates".
+        implementation: "xla", "pallas" or None (kernels/dispatch.py).
+        num_steps: S where no array tells it (a drafter's whole block of hidden states), else None.
+    """
+
+    logits_dtype: Any
+    topk: int | None = None
+    outputs: str = "tokens"
+    implementation: str | None = None
+    num_steps: int | None = None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the corrected rows are part of the result."""
+        return self.outputs != "tokens"

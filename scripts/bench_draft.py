@@ -35,7 +35,8 @@ import kernel_profile
 import numpy as np
 
 from dspark_jax import DraftConfig, DSparkConfig, make_draft_from_logits_fn
-from dspark_jax.drafting.heads import DSparkHead, VanillaMarkovHead
+from dspark_jax.drafting.head import DSparkHead
+from dspark_jax.drafting.heads import VanillaMarkovHead
 from dspark_jax.kernels.select import select_topk
 
 

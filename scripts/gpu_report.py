@@ -30,7 +30,8 @@ from kernel_rules import RULES
 
 from dspark_jax import DraftBuffer, DraftConfig, DraftSampling, DSparkConfig, make_draft_fn, make_draft_from_logits_fn
 from dspark_jax.drafting.draft import draft
-from dspark_jax.drafting.heads import DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
+from dspark_jax.drafting.head import DSparkHead
+from dspark_jax.drafting.heads import GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
 
 S, V, H, RANK = 7, 151936, 2560, 256
 DTYPE = jnp.dtype("bfloat16")

@@ -24,7 +24,9 @@ import numpy as np
 
 from dspark_jax import CostTable, DraftSampling, DSparkConfig, draft_block, verify_block
 from dspark_jax.confidence.schedule import admit, survival
-from dspark_jax.drafting.heads import ConfidenceHead, DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
+from dspark_jax.drafting.confidence_head import ConfidenceHead
+from dspark_jax.drafting.head import DSparkHead
+from dspark_jax.drafting.heads import GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
 
 V, S, H, REDUCED = 8, 3, 4, 6
 COMMITTED = 3

@@ -15,7 +15,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from dspark_jax.config import DSparkConfig
-from dspark_jax.drafting.heads import ConfidenceHead, DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
+from dspark_jax.drafting.confidence_head import ConfidenceHead
+from dspark_jax.drafting.head import DSparkHead
+from dspark_jax.head_kinds import head_kind
 
 TESTS = pathlib.Path(__file__).parent
 GOLDENS = TESTS / "goldens"
@@ -95,18 +97,14 @@ def config_for(weights: Weights, **fields: Any) -> DSparkConfig:
 def build_head(weights: Weights, dtype: Any = "float32", **fields: Any) -> DSparkHead:
     """Build the library's head from weights, cast to `dtype`."""
     config = config_for(weights, **fields)
-    get = lambda name: jnp.asarray(weights[name], dtype)  # noqa: E731
-    markov: VanillaMarkovHead | None = None
-    if config.markov_rank:
-        w1, w2 = get("markov_head.markov_w1.weight"), get("markov_head.markov_w2.weight")
-        if config.markov_head_type == "vanilla":
-            markov = VanillaMarkovHead(w1, w2)
-        elif config.markov_head_type == "gated":
-            names = ("markov_head.gate_proj.weight", "markov_head.gate_proj.bias")
-            markov = GatedMarkovHead(w1, w2, *(get(name) for name in names))
-        else:
-            names = ("markov_head.joint_proj.weight", "markov_head.joint_proj.bias")
-            markov = RnnMarkovHead(w1, w2, *(get(name) for name in names))
+
+    def get(name: str) -> Any:
+        return jnp.asarray(weights[name], dtype)
+
+    markov = None
+    if config.markov_head_type is not None:
+        kind = head_kind(config.markov_head_type)
+        markov = kind.module(**{part.attribute: get(part.tensor) for part in kind.parameters})
     confidence = None
     if config.enable_confidence_head:
         bias = get("confidence_head.proj.bias")[0] if "confidence_head.proj.bias" in weights else None

@@ -18,7 +18,7 @@ import dspark_jax
 from dspark_jax import DraftBuffer, DraftConfig, DraftSampling
 from dspark_jax.drafting import api
 from dspark_jax.drafting import factories as serving
-from dspark_jax.drafting.heads import DSparkHead
+from dspark_jax.drafting.head import DSparkHead
 
 V, Vd, H, R, B, S = 37, 23, 12, 6, 3, 4
 HEAD = make_head("vanilla", V, None, H, R)

@@ -4,6 +4,8 @@ Rows are compared given the tokens that the kernel itself drew, so that a near t
 fault in a later one; tokens are compared with the rows that the kernel itself wrote.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from helpers import assert_logits, make_head, make_inputs
 from test_kernels import CASES, make_draw, make_rows, write_noise
 
 from dspark_jax import draft_from_logits, noise
+from dspark_jax.config import DraftOptions
 from dspark_jax.drafting.heads import bias, bias_at
 from dspark_jax.drafting.steps import in_kernels
 from dspark_jax.kernels import pick, select
@@ -35,8 +38,9 @@ def test_kernels_write_and_draw_what_they_should(kind, dtype, kept, B, V, Vd, k,
     hidden, anchor = make_inputs(B, S, head.config.hidden_size, V)
     hidden = jnp.swapaxes(jnp.asarray(hidden, head.dtype), 0, 1)
     anchor = jnp.asarray(anchor).at[B - 1].set(V)
-    run = lambda *a: in_kernels(head, rows, *a, keep=True, dtype=jnp.dtype(kept), interpret=False)  # noqa: E731
-    found, tokens, valid = jax.jit(run)(anchor, hidden, draw)
+    options = DraftOptions(logits_dtype=jnp.dtype(kept), outputs="logits")
+    run = jax.jit(partial(in_kernels, head, rows, options=options, interpret=False))
+    found, tokens, valid = run(anchor, hidden, draw)
     assert valid.all()
 
     def step(state, xs):
@@ -45,12 +49,12 @@ def test_kernels_write_and_draw_what_they_should(kind, dtype, kept, B, V, Vd, k,
     prev = jnp.concatenate([anchor[None], tokens[:-1]])
     _, latents = jax.lax.scan(step, markov.start(B), (markov.embed(prev), markov.hoist(hidden)))
     w2 = markov.markov_w2[...]
-    live = rows.live or rows.base.shape[-1]
+    live = getattr(rows, "live", None) or rows.base.shape[-1]
     for s in range(S):
         added = bias(latents[s], w2) if k is None else bias_at(latents[s], w2, rows.draft_ids[s])
         want = (rows.base[s].astype(jnp.float32) + added).astype(kept)
         assert_logits(found[s][:, :live], want[:, :live], kept, slack=4)
-        ids = rows.ids if rows.draft_ids is None else rows.ids[s]
+        ids = rows.target_ids if k is None else rows.target_ids[s]
         named = jnp.arange(rows.base.shape[-1]) if ids is None else ids
         score = jnp.where(jnp.arange(rows.base.shape[-1]) < live, found[s].astype(jnp.float32), -jnp.inf)
         if draw is not None:

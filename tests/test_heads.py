@@ -8,7 +8,9 @@ import pytest
 from helpers import KINDS, build_head, make_head, make_weights
 
 from dspark_jax.config import DSparkConfig
-from dspark_jax.drafting.heads import ConfidenceHead, DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
+from dspark_jax.drafting.confidence_head import ConfidenceHead
+from dspark_jax.drafting.head import DSparkHead
+from dspark_jax.drafting.heads import GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
 
 SIZES = {"V": 11, "Vd": 7, "H": 4, "r": 3}
 EXPECTED = {

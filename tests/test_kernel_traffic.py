@@ -22,6 +22,7 @@ from kernel_rules import RULES
 from dspark_jax.kernels import dense_step as step
 from dspark_jax.kernels import pick, walk
 from dspark_jax.kernels.keys import to_keys
+from dspark_jax.kernels.summary import Score
 
 NAMES = {
     "float32": "f32",
@@ -86,20 +87,16 @@ def counted(monkeypatch):
     """Replace the pieces that kernels are made of; return the list of calls made."""
     calls, index = [], []
 
-    def pallas_call(kernel, *, name, grid, out_shape, input_output_aliases=None, **_):
-        def run(*operands):
-            inputs = [Counted(o) for o in operands]
-            aliases = {out: i for i, out in (input_output_aliases or {}).items()}
-            fresh = [Counted(np.zeros(s.shape, s.dtype)) for s in out_shape]
-            outputs = [inputs[aliases[i]] if i in aliases else f for i, f in enumerate(fresh)]
-            for place in product(*(range(n) for n in grid)):
-                index[:] = place
-                with jax.disable_jit():
-                    kernel(*inputs, *outputs)
-            calls.append((name, inputs, outputs))
-            return [jnp.asarray(o.array) for o in outputs]
-
-        return run
+    def pallas_call(kernel, operands, results, *, name, grid, aliases=None, **_):
+        refs = {key: jax.tree.map(Counted, value) for key, value in operands.items() if value is not None}
+        outputs = {key: Counted(np.zeros(shape.shape, shape.dtype)) for key, shape in results.items()}
+        outputs |= {to: refs[source] for source, to in (aliases or {}).items()}
+        for place in product(*(range(n) for n in grid)):
+            index[:] = place
+            with jax.disable_jit():
+                kernel(refs, outputs)
+        calls.append((name, jax.tree.leaves(list(refs.values())), list(outputs.values())))
+        return {key: jnp.asarray(ref.array) for key, ref in outputs.items()}
 
     for module in (step, walk, pick):
         monkeypatch.setattr(module, "pallas_call", pallas_call)
@@ -125,10 +122,10 @@ def arrays(S, B, n, r, dtype, V=200, seed=0):
 def test_dense_step_reads_w2_once_and_one_slab(counted, B, n, dtype, keep, reduced):
     base, w1, w2, prev = arrays(3, B, n, 20, dtype)
     targets = jnp.arange(n, dtype=jnp.int32) * 2 if reduced else None
-    score = step.Score(lambda x, ids, s, draw, top: x - top, lambda draw: draw["scale"])
+    score = Score(lambda x, ids, s, draw, top: x - top, lambda draw: draw["scale"])
     out, token, valid = step.dense_step(
-        base=base, rows=None, step=jnp.int32(1), prev=prev, latents=w1, w2=w2, keep=keep, dtype=base.dtype,
-        target_ids=targets, draw={"scale": jnp.ones(B)}, score=score,
+        base=base, out=None, step=jnp.int32(1), prev=prev, latents=w1, w2=w2, keep=keep, dtype=base.dtype,
+        target_ids=targets, sampling={"scale": jnp.ones(B)}, score=score,
     )  # fmt: skip
     (call,) = counted
     _, inputs, outputs = call
@@ -158,7 +155,7 @@ def test_walk_reads_a_row_per_candidate(counted, one_step):
     values = jnp.take_along_axis(base, ids, axis=2)
     rows = jnp.zeros((S, B, k), jnp.bfloat16) if one_step else None
     out, token, _ = walk.walk(
-        base=values, rows=rows, ids=ids, prev=prev, latents=w1, w2=w2, keep=True, dtype=jnp.bfloat16,
+        base=values, out=rows, ids=ids, prev=prev, latents=w1, w2=w2, keep=True, dtype=jnp.bfloat16,
         target_ids=ids + 1, step=jnp.int32(2) if one_step else None,
     )  # fmt: skip
     (call,) = counted

@@ -1,5 +1,7 @@
 """The Pallas kernels under the CPU interpreter, equal to the plain form of the same steps."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,25 +9,26 @@ import pytest
 from helpers import assert_logits, f32, make_head, make_inputs
 
 from dspark_jax import DraftSampling, draft_block, draft_from_logits, make_buffer, make_draft_fn, noise
-from dspark_jax.config import DraftConfig
-from dspark_jax.drafting.steps import Rows, in_kernels, in_xla
-from dspark_jax.kernels import dispatch, select
+from dspark_jax.config import DraftConfig, DraftOptions
+from dspark_jax.drafting.rows import CandidateRows, DenseRows
+from dspark_jax.drafting.steps import in_kernels, in_xla
+from dspark_jax.kernels import dispatch, select, triton
 from dspark_jax.kernels.dense_step import Summary, best_of_blocks, dense_step
 from dspark_jax.kernels.walk import walk
 
 
 def make_rows(head, B, S, topk, dtype, seed=0):
-    """Return base logits as Rows, dense or over candidates."""
+    """Return rows of base logits, dense or over candidates."""
     rng = np.random.default_rng(seed)
     base = jnp.asarray(4 * rng.standard_normal((S, B, head.config.Vd)), dtype)
     if topk is None:
         live = head.config.vocab_size if head.target_ids is None and head.config.Vd > head.config.vocab_size else None
         if live is not None:
             base = base.at[..., live:].set(100.0)  # padding never wins, however large
-        return Rows(base, head.target_ids, live=live)
+        return DenseRows(base, head.target_ids, live)
     values, draft_ids = select.select_topk(base.reshape(S * B, -1), topk)
     values, draft_ids = values.reshape(S, B, topk), draft_ids.reshape(S, B, topk)
-    return Rows(values, draft_ids if head.target_ids is None else head.target_ids[draft_ids], draft_ids)
+    return CandidateRows(values, draft_ids, draft_ids if head.target_ids is None else head.target_ids[draft_ids])
 
 
 def make_draw(B):
@@ -41,8 +44,9 @@ def both(head, rows, B, S, draw, dtype, keep=True):
     hidden = jnp.swapaxes(jnp.asarray(hidden, head.dtype), 0, 1)
     anchor = jnp.asarray(anchor).at[B - 1].set(head.config.vocab_size)  # no such token: a zero embedding
     forms = []
-    for form, options in ((in_xla, {}), (in_kernels, {"interpret": True})):
-        run = jax.jit(lambda *args, f=form, o=options: f(head, rows, *args, keep=keep, dtype=jnp.dtype(dtype), **o))
+    options = DraftOptions(logits_dtype=jnp.dtype(dtype), outputs="logits" if keep else "tokens")
+    for form, extra in ((in_xla, {}), (in_kernels, {"interpret": True})):
+        run = jax.jit(lambda *args, f=form, o=extra: f(head, rows, *args, options=options, **o))
         forms.append(jax.device_get(run(anchor, hidden, draw)))
     return forms
 
@@ -51,7 +55,7 @@ def check(head, rows, B, S, draw, dtype):
     (want, tokens, valid), (found, found_tokens, found_valid) = both(head, rows, B, S, draw, dtype)
     np.testing.assert_array_equal(found_valid, valid)
     np.testing.assert_array_equal(found_tokens, tokens)  # the seeds leave no near ties
-    live = rows.live or want.shape[-1]
+    live = getattr(rows, "live", None) or want.shape[-1]
     assert_logits(found[..., :live], want[..., :live], dtype)
     assert found.dtype == jnp.dtype(dtype)
 
@@ -93,7 +97,7 @@ def test_broken_rows_are_flagged_and_leave_neighbours_alone(k):
     head = make_head("vanilla", V=300)
     rows = make_rows(head, B, S, k, "float32")
     base = rows.base.at[0, 1, 3].set(jnp.nan).at[0, 2].set(-jnp.inf).at[0, 3, 4].set(-jnp.inf).at[0, 0, 0].set(jnp.inf)
-    rows = Rows(base, rows.ids, rows.draft_ids)
+    rows = dataclasses.replace(rows, base=base)
     (want, tokens, valid), (found, found_tokens, found_valid) = both(head, rows, B, S, None, "float32")
     np.testing.assert_array_equal(found_valid, valid)
     np.testing.assert_array_equal(valid[0], [True, False, False, True, True])
@@ -116,7 +120,7 @@ def test_only_the_named_slab_is_written():
     base = make_rows(head, 3, 4, None, "float32").base
     w1, w2 = head.markov.markov_w1[...], head.markov.markov_w2[...]
     out, _, _ = dense_step(
-        base=base, rows=None, step=jnp.int32(2), prev=jnp.arange(3, dtype=jnp.int32), latents=w1, w2=w2, keep=True,
+        base=base, out=None, step=jnp.int32(2), prev=jnp.arange(3, dtype=jnp.int32), latents=w1, w2=w2, keep=True,
         dtype=base.dtype, interpret=True,
     )  # fmt: skip
     np.testing.assert_array_equal(out[np.array([0, 1, 3])], base[np.array([0, 1, 3])])
@@ -135,18 +139,20 @@ def test_ties_go_to_the_lowest_target_id():
     base = jnp.asarray([[[1.0, 2.0, 2.0, 2.0, 2.0]]])
     zero = jnp.zeros((300, 4))
     options = {"prev": jnp.zeros(1, jnp.int32), "latents": zero, "w2": zero, "keep": False, "dtype": jnp.float32}
-    _, token, _ = walk(base=base, rows=None, ids=ids, interpret=True, **options)
+    _, token, _ = walk(base=base, out=None, ids=ids, interpret=True, **options)
     assert token.tolist() == [[3]]
 
 
 def write_noise(seed, position, step, ids, *, interpret):
     """Draw noise words inside a kernel, the way the kernels' scores do."""
 
-    def kernel(seed_ref, position_ref, id_ref, out_ref):
-        out_ref[...] = noise.noise_bits(seed_ref[...], position_ref[...], step, noise.DRAFT, id_ref[...])
+    def kernel(refs, results):
+        words = noise.noise_bits(refs["seed"][...], refs["position"][...], step, noise.DRAFT, refs["ids"][...])
+        results["words"][...] = words
 
-    shape = jax.ShapeDtypeStruct(ids.shape, jnp.uint32)
-    return dispatch.pallas_call(kernel, name="noise", interpret=interpret, out_shape=shape)(seed, position, ids)
+    shapes = {"words": jax.ShapeDtypeStruct(ids.shape, jnp.uint32)}
+    operands = {"seed": seed, "position": position, "ids": ids}
+    return triton.pallas_call(kernel, operands, shapes, name="noise", grid=(), interpret=interpret)["words"]
 
 
 def test_noise_words_in_a_kernel_equal_the_generator():
@@ -220,4 +226,4 @@ def test_rounding_inside_kernels_is_that_of_the_dtype():
     x = jnp.asarray([1.0, 1.00390625, 1.01171875, 3.1415927, -7.3], jnp.float32)
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         for interpret in (True, False):
-            np.testing.assert_array_equal(dispatch.rounded(x, dtype, interpret), f32(x.astype(dtype)))
+            np.testing.assert_array_equal(triton.rounded(x, dtype, interpret), f32(x.astype(dtype)))

@@ -11,7 +11,9 @@ from helpers import KINDS
 
 import dspark_jax
 from dspark_jax import DraftConfig, DraftSampling, DSparkConfig
-from dspark_jax.drafting.heads import ConfidenceHead, DSparkHead, GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
+from dspark_jax.drafting.confidence_head import ConfidenceHead
+from dspark_jax.drafting.head import DSparkHead
+from dspark_jax.drafting.heads import GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
 
 # name: (V, H, softcap, parameters of the head: LM head, w1, w2, confidence head)
 RELEASED = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from verify_reference import processed
 
-from dspark_jax.verification.distributions import Target
+from dspark_jax.verification.distributions import TargetDistribution
 from dspark_jax.verification.filter import TargetFilter, steady_sum
 
 
@@ -28,7 +28,9 @@ def test_sums_do_not_depend_on_order_or_batch(n):
 
 def distribution(row, temperature=1.0, **filters):
     arrays = {name: jnp.asarray([value]) for name, value in filters.items()}
-    target = Target.of(jnp.asarray([[row]], jnp.float32), jnp.asarray([temperature]), TargetFilter(**arrays))
+    target = TargetDistribution.of(
+        jnp.asarray([[row]], jnp.float32), jnp.asarray([temperature]), TargetFilter(**arrays)
+    )
     return np.exp(np.asarray(target.log_row(jnp.zeros(1, jnp.int32))))[0]
 
 
@@ -80,7 +82,7 @@ def test_random_rows_against_sorting():
         "top_p": rng.uniform(0.05, 1.1, B).astype(np.float32),
     }
     arrays = TargetFilter(**{name: jnp.asarray(value) for name, value in filters.items()})
-    found = jax.jit(lambda x, t, f: Target.of(x, t, f).log_row(jnp.zeros(B, jnp.int32)))(rows, T, arrays)
+    found = jax.jit(lambda x, t, f: TargetDistribution.of(x, t, f).log_row(jnp.zeros(B, jnp.int32)))(rows, T, arrays)
     for b in range(B):
         want = processed(rows[b, 0], T[b], **{name: value[b] for name, value in filters.items()})
         np.testing.assert_allclose(np.exp(found[b]), want, rtol=1e-5, atol=1e-7, err_msg=str(b))

@@ -14,6 +14,7 @@ from verify_reference import processed, softmax, verify_one
 
 import dspark_jax.verification.verify as verify_module
 from dspark_jax import DraftBlock, DraftSampling, TargetFilter, draft_block, verify_block
+from dspark_jax.trace_count import Program
 
 N = 400_000
 
@@ -99,15 +100,14 @@ def test_shared_streams_are_caught(monkeypatch):
     found, _ = frequencies(p, q, noise=drafted)
     assert_frequencies(found, p)
     monkeypatch.setattr(verify_module, "RESIDUAL", DRAFT)
-    monkeypatch.setattr(verify_module, "_verify_jitted", fresh_jit())
+    monkeypatch.setattr(verify_module, "VERIFY", fresh_program())
     found, _ = frequencies(p, q, noise=drafted)
     np.testing.assert_allclose(found, [0.101, 0.559, 0.340], atol=0.004)
 
 
-def fresh_jit():
+def fresh_program():
     """The jitted program without what it has cached, so that it sees a patched module."""
-    inner = verify_module._verify_jitted.__wrapped__
-    return jax.jit(functools.wraps(inner)(lambda *a, **k: inner(*a, **k)), static_argnames=("rule", "chunk_size"))
+    return Program(verify_module._verify_chunks, static=("rule", "chunk_size"))
 
 
 def test_greedy_draft_is_one_hot():
@@ -417,13 +417,13 @@ def test_one_trace_for_all_values():
     rng = np.random.default_rng(1)
     B, S, V = 3, 2, 29
     block, draw, target, _, _ = random_case(rng, B, S, V, "logits", "probabilistic", False)
-    before = verify_module.TRACES["verify"]
+    before = verify_module.VERIFY.traces
     verify_block(block, target, draw, num_draft=2, stop_ids=[1])
     lists = DraftSampling([0.5, 1, 0], [1, 2, 3], [4, 5, 6])
     verify_block(block, target.tolist(), lists, num_draft=[1, 2, 0], stop_ids=np.array([5], np.int64))
     weak = DraftSampling(jnp.full(B, 0.7), jnp.arange(B, dtype=jnp.uint32), jnp.zeros(B, jnp.int32))
     verify_block(jax.tree.map(jnp.asarray, block), jnp.asarray(target), weak, num_draft=jnp.ones(B, int), stop_ids=(2,))
-    assert verify_module.TRACES["verify"] == before + 1
+    assert verify_module.VERIFY.traces == before + 1
     jitted = jax.jit(lambda block, target, draw: verify_block(block, target, draw, num_draft=2, stop_ids=[1]))
     got, want = jitted(block, target, draw), verify_block(block, target, draw, num_draft=2, stop_ids=[1])
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):

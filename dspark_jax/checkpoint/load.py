@@ -12,8 +12,10 @@ import numpy as np
 
 from ..checks import dtype_name, invalid
 from ..confidence.calibration import find_calibration
-from ..drafting import heads
-from .family.names import CONFIDENCE, CONFIDENCE_BIAS, D2T, GATE, JOINT, LM_HEAD, W1, W2
+from ..drafting.confidence_head import ConfidenceHead
+from ..drafting.head import DSparkHead
+from ..head_kinds import head_kind
+from .family.names import CONFIDENCE, CONFIDENCE_BIAS, D2T, LM_HEAD
 from .open import Checkpoint, open_checkpoint
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -28,7 +30,7 @@ def load_head(
     dtype: Any = None,
     target: str | os.PathLike[str] | None = None,
     sharding: Sharding = None,
-) -> heads.DSparkHead:
+) -> DSparkHead:
     """Load the LM head, Markov head, confidence head and draft-to-target table of a checkpoint, without PyTorch.
 
     The directory may hold a whole drafter (its backbone is not read) or the head's tensors alone. A calibration.json
@@ -56,37 +58,30 @@ def load_head(
     return build_head(checkpoint, dtype, sharding)
 
 
-def build_head(checkpoint: Checkpoint, dtype: str | None = None, sharding: Sharding = None) -> heads.DSparkHead:
+def build_head(checkpoint: Checkpoint, dtype: str | None = None, sharding: Sharding = None) -> DSparkHead:
     """Build the head of an open checkpoint; without an LM head in it, one for callers that bring base logits."""
     table = checkpoint.draft_to_target()
     get = _Placer(checkpoint, None if dtype is None else jnp.dtype(dtype), sharding)
-    head = heads.DSparkHead(
+    kind = checkpoint.config.markov_head_type
+    markov = None
+    if kind is not None:
+        parts = {part.attribute: get(part.tensor) for part in head_kind(kind).parameters}
+        markov = head_kind(kind).module(**parts)
+    return DSparkHead(
         checkpoint.config,
         get(LM_HEAD) if LM_HEAD in checkpoint else None,
-        _markov(checkpoint, get),
+        markov,
         _confidence(checkpoint, get),
         None if table is None else get.place(D2T, table),
+        find_calibration(checkpoint.path),
     )
-    head.calibration = find_calibration(checkpoint.path)
-    return head
 
 
-def _markov(checkpoint: Checkpoint, get: _Placer) -> heads.VanillaMarkovHead | None:
-    kind = checkpoint.config.markov_head_type
-    if kind is None:
-        return None
-    if kind == "gated":
-        return heads.GatedMarkovHead(get(W1), get(W2), get(GATE + ".weight"), get(GATE + ".bias"))
-    if kind == "rnn":
-        return heads.RnnMarkovHead(get(W1), get(W2), get(JOINT + ".weight"), get(JOINT + ".bias"))
-    return heads.VanillaMarkovHead(get(W1), get(W2))
-
-
-def _confidence(checkpoint: Checkpoint, get: _Placer) -> heads.ConfidenceHead | None:
+def _confidence(checkpoint: Checkpoint, get: _Placer) -> ConfidenceHead | None:
     if not checkpoint.config.enable_confidence_head:
         return None
     bias = CONFIDENCE_BIAS
-    return heads.ConfidenceHead(get(CONFIDENCE, (-1,)), get(bias, ()) if bias in checkpoint else None)
+    return ConfidenceHead(get(CONFIDENCE, (-1,)), get(bias, ()) if bias in checkpoint else None)
 
 
 class _Placer:

@@ -127,6 +127,7 @@ def stream(
     stop_ids: Any = None,
     target_filter: TargetFilter | None = None,
     capacity: int | None = None,
+    implementation: str | None = None,
 ) -> Iterator[RoundEvent]:
     """Decode prompts round by round: yield what each round committed, the prefill first, until all are finished.
 
@@ -139,7 +140,7 @@ def stream(
         max_new_tokens: per request, or one number for all.
         num_speculative_tokens: S; None takes the checkpoint's.
         draft_sample_method: "greedy" or "probabilistic" drafts; None follows `sampling`.
-        logits_dtype, min_confidence: as in draft_block.
+        logits_dtype, min_confidence, implementation: as in draft_block.
         scheduler: decides how many steps of each block are verified: a pytree called as scheduler(block, active [B])
             -> int32 [B] inside the round; None verifies all.
         rule: as in verify_block.
@@ -154,7 +155,7 @@ def stream(
     options, threshold = prepare_options(
         target, drafter, sampled=sampling is not None, draft_topk=draft_topk, logits_dtype=logits_dtype, rule=rule,
         num_speculative_tokens=num_speculative_tokens, draft_sample_method=draft_sample_method,
-        min_confidence=min_confidence,
+        min_confidence=min_confidence, implementation=implementation,
     )  # fmt: skip
     clock, active, batch = time.perf_counter(), np.ones(len(prompts), bool), len(prompts)
     state, first = start(

@@ -36,10 +36,12 @@ def prepare_options(
     logits_dtype: Any = None,
     min_confidence: Any = None,
     rule: str = "token",
+    implementation: str | None = None,
 ) -> tuple[LoopOptions, jax.Array | None]:
     """Check how to decode; return the static options and the confidence threshold."""
     if drafter is None:
-        for name, value in (("draft_topk", draft_topk), ("min_confidence", min_confidence)):
+        given = {"draft_topk": draft_topk, "min_confidence": min_confidence, "implementation": implementation}
+        for name, value in given.items():
             if value is not None:
                 raise invalid(name, value, "None, since there is no drafter")
         return LoopOptions(sampled=sampled), None
@@ -52,11 +54,9 @@ def prepare_options(
         raise invalid("draft_sample_method", method, "'greedy', since sampling is None")
     needs_q = method == "probabilistic" and rule == "token"
     outputs = "tokens" if not needs_q else "logits" if draft_topk is None else "candidates"
-    static = drafter.check_options(
-        num_steps=num_speculative_tokens, topk=draft_topk, outputs=outputs, logits_dtype=logits_dtype
-    )
+    draft = drafter.resolve_options(num_speculative_tokens, draft_topk, outputs, logits_dtype, implementation)
     taps = drafter.config.target_layer_ids
-    options = LoopOptions(taps=taps, sampled=sampled, method=method, rule=rule, **static)
+    options = LoopOptions(taps=taps, sampled=sampled, method=method, rule=rule, draft=draft)
     return options, drafter.check_threshold(min_confidence)
 
 
@@ -119,7 +119,11 @@ def start(
     draw = coerce_sampling(dataclasses.replace(draw, position=zeros), batch)
     features = None
     if drafter is not None:
-        features = jnp.zeros((batch, options.num_steps + 1, drafter.backbone.feature_size), drafter.backbone.dtype)
+        assert options.draft is not None
+        assert options.draft.num_steps is not None
+        features = jnp.zeros(
+            (batch, options.draft.num_steps + 1, drafter.backbone.feature_size), drafter.backbone.dtype
+        )
     stops = stop_sets(stop_ids, batch)
     width = max(map(len, stops))
     state = DecodeState(

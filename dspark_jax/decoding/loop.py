@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..config import DraftOptions
 from ..drafting.drafter import Drafter, propose_block
 from ..noise import RESIDUAL, choose, gumbel_from_bits, noise_bits, row_is_valid
 from ..transformer.cache import ContextCache
 from ..transformer.target import Target
 from ..types import DraftSampling
-from ..verification.distributions import Target as TargetRows
+from ..verification.distributions import TargetDistribution
 from ..verification.filter import TargetFilter
 from ..verification.verify import verify
 
@@ -31,17 +32,14 @@ class LoopOptions:
     Attributes:
         taps: the target's tapped layers.
         sampled: whether the target samples; a request with a temperature below 1e-5 is greedy all the same.
-        num_steps, topk, outputs, logits_dtype: as in Drafter.propose.
+        draft: the drafting options; None for plain decoding.
         method: "greedy" or "probabilistic" drafts.
         rule: as in verify_block.
     """
 
     taps: tuple[int, ...] = ()
     sampled: bool = False
-    num_steps: int = 0
-    topk: int | None = None
-    outputs: str = "tokens"
-    logits_dtype: Any = None
+    draft: DraftOptions | None = None
     method: str = "greedy"
     rule: str = "token"
 
@@ -111,7 +109,7 @@ def next_token(logits: jax.Array, draw: DraftSampling, target_filter: TargetFilt
     Args:
         logits: float32 [B, V].
     """
-    rows = TargetRows.of(logits[:, None], draw.temperature, target_filter)
+    rows = TargetDistribution.of(logits[:, None], draw.temperature, target_filter)
     log_p = rows.log_row(jnp.zeros_like(draw.position))
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
     bits = noise_bits(draw.seed[:, None], draw.position[:, None], 0, RESIDUAL, ids)
@@ -203,12 +201,12 @@ def speculative_round(
     draw = DraftSampling(state.temperature, state.seed, state.position + 1)
     assert state.context is not None
     assert state.features is not None
+    assert options.draft is not None
     with jax.named_scope("draft"):
         block, context = propose_block(
             drafter, state.context, state.features, state.anchor, state.position,
             draw if options.method == "probabilistic" else None, min_confidence,
-            num_steps=options.num_steps, topk=options.topk, outputs=options.outputs,
-            logits_dtype=options.logits_dtype,
+            options=options.draft,
         )  # fmt: skip
     num_draft = jnp.where(state.active, block.num_draft, 0)
     if scheduler is not None:

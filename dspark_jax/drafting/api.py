@@ -1,56 +1,58 @@
 """The public drafting functions: they coerce and check their arguments, then call one jitted program over draft.py.
 
 Weights are arguments of that program, never constants of it. One trace serves all values of temperatures, seeds,
-positions and thresholds: a trace belongs to (shapes, dtypes, topk, method, outputs).
+positions and thresholds: a trace belongs to (shapes, dtypes, DraftOptions, and whether there is sampling).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..coerce import coerce_ids, coerce_sampling
-from ..types import DraftBlock, DraftSampling
+from ..config import DraftOptions
+from ..trace_count import Program
+from ..types import DraftBlock, DraftBuffer, DraftSampling
 from .draft import draft, teacher_forced
-from .heads import DSparkHead
-from .inputs import check_head, check_threshold, coerce_hidden, prepare_hidden, prepare_logits, static_options
-
-STATIC = ("topk", "outputs", "logits_dtype", "implementation")
+from .head import DSparkHead
+from .inputs import check_head, check_threshold, coerce_hidden, prepare_hidden, prepare_logits, resolve_options
 
 
-def from_hidden(head, hidden, anchor, draw, buffer, min_confidence, **static):
+def from_hidden(
+    head: DSparkHead,
+    hidden: jax.Array,
+    anchor: jax.Array,
+    sampling: DraftSampling | None,
+    buffer: DraftBuffer | None,
+    min_confidence: jax.Array | None,
+    *,
+    options: DraftOptions,
+) -> tuple[DraftBlock, DraftBuffer | None]:
     """Draft from batch-major hidden states [B, S, H]; the base logits are produced step-major, never transposed."""
     hidden = jnp.swapaxes(hidden, 0, 1)
-    base = head.base_logits(hidden, static["logits_dtype"])
-    return draft(head, base, anchor, hidden, draw, buffer, min_confidence, **static)
+    base = head.base_logits(hidden, options.logits_dtype)
+    return draft(head, base, anchor, hidden, sampling, buffer, min_confidence, options=options)
 
 
-def from_logits(head, base_logits, anchor, draw, hidden, min_confidence, **static):
+def from_logits(
+    head: DSparkHead,
+    base_logits: jax.Array,
+    anchor: jax.Array,
+    hidden: jax.Array | None,
+    sampling: DraftSampling | None,
+    min_confidence: jax.Array | None,
+    *,
+    options: DraftOptions,
+) -> DraftBlock:
     """Draft from step-major base logits [S, B, Vd]."""
     hidden = None if hidden is None else jnp.swapaxes(hidden, 0, 1)
-    return draft(head, base_logits, anchor, hidden, draw, None, min_confidence, **static)[0]
+    return draft(head, base_logits, anchor, hidden, sampling, None, min_confidence, options=options)[0]
 
 
-class Program:
-    """A jitted function that counts its traces."""
-
-    def __init__(self, function: Callable[..., Any], donate: str | None = None) -> None:
-        self.traces = 0
-
-        def counted(*args: Any, **static: Any) -> Any:
-            self.traces += 1
-            return function(*args, **static)
-
-        names = function.__code__.co_varnames
-        donated = () if donate is None else (names.index(donate),)
-        self.jitted = jax.jit(counted, static_argnames=STATIC, donate_argnums=donated)
-
-
-_HIDDEN = Program(from_hidden)
-_LOGITS = Program(from_logits)
+_HIDDEN = Program(from_hidden, static=("options",))
+_LOGITS = Program(from_logits, static=("options",))
 
 
 def draft_block(
@@ -86,11 +88,11 @@ def draft_block(
     Raises:
         ValueError: wrong shape, dtype, range or option; the message names the field, the value and what was expected.
     """
-    static = static_options(check_head(head), topk, outputs, logits_dtype, implementation)
+    options = resolve_options(check_head(head), topk, outputs, logits_dtype, implementation)
     hidden, anchor = prepare_hidden(head, hidden, anchor_ids)
-    draw = None if sampling is None else coerce_sampling(sampling, hidden.shape[0])
+    sampling = None if sampling is None else coerce_sampling(sampling, hidden.shape[0])
     threshold = check_threshold(head, min_confidence, has_hidden=True)
-    return _HIDDEN.jitted(head, hidden, anchor, draw, None, threshold, **static)[0]
+    return _HIDDEN(head, hidden, anchor, sampling, None, threshold, options=options)[0]
 
 
 def draft_from_logits(
@@ -113,11 +115,11 @@ def draft_from_logits(
         hidden: [B, S, H], which gated and rnn heads and the confidence head read; None otherwise (without it
             block.confidence_logits is None).
     """
-    static = static_options(check_head(head), topk, outputs, logits_dtype, implementation)
+    options = resolve_options(check_head(head), topk, outputs, logits_dtype, implementation)
     base, anchor, hidden = prepare_logits(head, base_logits, anchor_ids, hidden)
-    draw = None if sampling is None else coerce_sampling(sampling, base.shape[1])
+    sampling = None if sampling is None else coerce_sampling(sampling, base.shape[1])
     threshold = check_threshold(head, min_confidence, has_hidden=hidden is not None)
-    return _LOGITS.jitted(head, base, anchor, draw, hidden, threshold, **static)
+    return _LOGITS(head, base, anchor, hidden, sampling, threshold, options=options)
 
 
 @jax.jit

@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..config import DraftOptions
 from ..types import DraftBlock, DraftBuffer, DraftSampling
 from . import candidates
-from .heads import DSparkHead, bias
-from .steps import Rows, take_steps
+from .head import DSparkHead
+from .heads import bias
+from .rows import CandidateRows, DenseRows
+from .steps import take_steps
 
 
 def draft(
@@ -23,52 +26,51 @@ def draft(
     base: jax.Array,
     anchor: jax.Array,
     hidden: jax.Array | None,
-    draw: DraftSampling | None,
+    sampling: DraftSampling | None,
     buffer: DraftBuffer | None = None,
     min_confidence: jax.Array | None = None,
     *,
-    topk: int | None,
-    outputs: str,
-    logits_dtype: Any,
-    implementation: str | None = None,
+    options: DraftOptions,
 ) -> tuple[DraftBlock, DraftBuffer | None]:
     """Draft a block from step-major base logits; the pure core under every entry point.
 
     Args:
         base: [S, B, Vd] base logits; anchor: int32 [B]; hidden: [S, B, H], or None where the head needs none.
-        draw: None for greedy, else the per-request sampling parameters.
+        sampling: None for greedy, else the per-request parameters.
         buffer: rows to write into for topk with outputs="logits", or None to make new ones.
         min_confidence: float32 [] threshold, or None.
-        topk, outputs, logits_dtype, implementation: static; see `api.draft_block`.
+        options: what is static; see `api.draft_block`.
 
     Returns:
         The block, and the refilled buffer (None without one). With a buffer the block's `logits` is None: the caller
         reads the buffer's, since returning one array twice would copy it.
     """
     S, B, _ = base.shape
-    keep, fields, V = outputs != "tokens", {}, head.config.vocab_size
+    topk, outputs, dtype = options.topk, options.outputs, options.logits_dtype
+    fields, V = {}, head.config.vocab_size
+    source: DenseRows | CandidateRows
     if topk is None:
         live = V if head.target_ids is None and base.shape[-1] > V else None
-        source = Rows(base, head.target_ids, live=live)
+        source = DenseRows(base, head.target_ids, live)
     else:
         with jax.named_scope("select"):
-            values, draft_ids = candidates.select(_mask_padding(head, base), topk, implementation=implementation)
+            values, draft_ids = candidates.select(
+                _mask_padding(head, base), topk, implementation=options.implementation
+            )
         ids = draft_ids if head.target_ids is None else jnp.take(head.target_ids, draft_ids)
-        source = Rows(values, ids, draft_ids)
+        source = CandidateRows(values, draft_ids, ids)
     with jax.named_scope("draft_steps"):
-        rows, tokens, valid = take_steps(
-            head, source, anchor, hidden, draw, keep=keep, dtype=logits_dtype, implementation=implementation
-        )
+        corrected, tokens, valid = take_steps(head, source, anchor, hidden, sampling, options=options)
 
     if outputs == "candidates":
-        fields = {"candidate_ids": ids, "candidate_logits": rows}
+        fields = {"candidate_ids": ids, "candidate_logits": corrected}
     elif outputs == "logits" and topk is None:
-        fields = {"logits": _to_target_columns(head, rows)}
+        fields = {"logits": _to_target_columns(head, corrected)}
     elif outputs == "logits" and buffer is not None:
-        buffer = candidates.refill(buffer, ids, rows)
+        buffer = candidates.refill(buffer, ids, corrected)
     elif outputs == "logits":
-        empty = jnp.full((S, B, V), -jnp.inf, logits_dtype)
-        fields = {"logits": candidates.scatter(empty, ids, rows)}
+        empty = jnp.full((S, B, V), -jnp.inf, dtype)
+        fields = {"logits": candidates.scatter(empty, ids, corrected)}
 
     valid &= ((anchor >= 0) & (anchor < V))[None]
     confidence = _confidence(head, hidden, jnp.concatenate([anchor[None], tokens[:-1]]))
@@ -77,7 +79,7 @@ def draft(
         num_draft=_num_draft(valid, confidence, min_confidence),
         valid=valid.all(axis=0),
         confidence_logits=None if confidence is None else confidence.T,
-        method="greedy" if draw is None else "probabilistic",
+        method="greedy" if sampling is None else "probabilistic",
         **fields,
     )
     return block, buffer
@@ -105,13 +107,13 @@ def _mask_padding(head: DSparkHead, logits: jax.Array) -> jax.Array:
     return jnp.where(column < V, logits, jnp.array(-jnp.inf, logits.dtype))
 
 
-def _to_target_columns(head: DSparkHead, rows: jax.Array) -> jax.Array:
-    """Bring rows [S, B, Vd] to the target vocabulary [S, B, V]; -inf where no draft id stands for a target id."""
+def _to_target_columns(head: DSparkHead, logits: jax.Array) -> jax.Array:
+    """Bring logits [S, B, Vd] to the target vocabulary [S, B, V]; -inf where no draft id stands for a target id."""
     V = head.config.vocab_size
     if head.target_ids is None:
-        return rows[..., :V]
-    empty = jnp.full((*rows.shape[:2], V), -jnp.inf, rows.dtype)
-    return empty.at[..., head.target_ids].set(rows, unique_indices=True, indices_are_sorted=True)
+        return logits[..., :V]
+    empty = jnp.full((*logits.shape[:2], V), -jnp.inf, logits.dtype)
+    return empty.at[..., head.target_ids].set(logits, unique_indices=True, indices_are_sorted=True)
 
 
 def _confidence(head: DSparkHead, hidden: jax.Array | None, prev: jax.Array) -> jax.Array | None:

@@ -15,13 +15,14 @@ from ..checkpoint.open import EMBEDDING, open_checkpoint
 from ..checkpoint.weights import WeightTaker
 from ..checks import check_int, invalid
 from ..coerce import coerce_floats, coerce_ids, coerce_sampling
+from ..config import DraftOptions
 from ..transformer.backbone import Backbone
 from ..transformer.cache import ContextCache
 from ..transformer.geometry import BackboneConfig
 from ..types import DraftBlock, DraftSampling
 from .draft import draft
-from .heads import DSparkHead
-from .inputs import check_threshold, static_options
+from .head import DSparkHead
+from .inputs import check_threshold, resolve_options
 
 
 class Drafter(nnx.Module):
@@ -73,6 +74,7 @@ class Drafter(nnx.Module):
         outputs: str = "tokens",
         logits_dtype: Any = None,
         min_confidence: float | None = None,
+        implementation: str | None = None,
     ) -> tuple[DraftBlock, ContextCache]:
         """Append new context and draft the block behind it, in one jitted call that donates the cache.
 
@@ -85,7 +87,7 @@ class Drafter(nnx.Module):
             sampling: None drafts greedily. Its `position` is not read: it is positions + 1.
             num_steps: S, at most the checkpoint's; None takes it. The backbone always runs the whole block, which it
                 was trained on, so fewer steps give a prefix of the same draft.
-            topk, outputs, logits_dtype, min_confidence: as in draft_block.
+            topk, outputs, logits_dtype, min_confidence, implementation: as in draft_block.
 
         Returns:
             The block (invalid for a request whose positions do not follow its cache or do not fit it), and the cache.
@@ -99,17 +101,17 @@ class Drafter(nnx.Module):
         if sampling is not None:
             # JAX arrays are taken as they are: the true positions are filled in on the device.
             sampling = coerce_sampling(dataclasses.replace(sampling, position=jnp.zeros((batch,), jnp.int32)), batch)
-        static = self.check_options(num_steps=num_steps, topk=topk, outputs=outputs, logits_dtype=logits_dtype)
+        options = self.resolve_options(num_steps, topk, outputs, logits_dtype, implementation)
         threshold = self.check_threshold(min_confidence)
         anchor = coerce_ids("anchor_ids", anchor_ids, (batch,), "[B]")
-        return _propose(self, cache, features, anchor, positions, sampling, threshold, **static)
+        return _propose(self, cache, features, anchor, positions, sampling, threshold, options=options)
 
-    def check_options(self, *, num_steps: Any, topk: Any, outputs: str, logits_dtype: Any) -> dict[str, Any]:
-        """Return the static options of `propose_block`, checked."""
-        steps = self.config.max_steps
-        static = static_options(self.head, topk, outputs, logits_dtype)
-        del static["implementation"]
-        return static | {"num_steps": steps if num_steps is None else check_int("num_steps", num_steps, 1, steps)}
+    def resolve_options(
+        self, num_steps: Any, topk: Any, outputs: str, logits_dtype: Any, implementation: str | None
+    ) -> DraftOptions:
+        """Return the options of `propose_block`, checked; num_steps None is all that the checkpoint was trained for."""
+        steps = self.config.max_steps if num_steps is None else num_steps
+        return resolve_options(self.head, topk, outputs, logits_dtype, implementation, steps)
 
     def check_threshold(self, min_confidence: Any) -> jax.Array | None:
         """Return the confidence threshold as a float32 scalar, or None."""
@@ -129,13 +131,11 @@ def propose_block(
     sampling: DraftSampling | None,
     min_confidence: jax.Array | None,
     *,
-    num_steps: int,
-    topk: int | None,
-    outputs: str,
-    logits_dtype: Any,
+    options: DraftOptions,
 ) -> tuple[DraftBlock, ContextCache]:
     """Extend the context and draft; the pure core of `Drafter.propose`, for callers that jit a larger round."""
     config = drafter.config
+    assert options.num_steps is not None
     new = positions - cache.lengths
     # Values cannot raise inside a compiled program; a request that does not fit its cache drafts nothing.
     fits = (new >= 0) & (new <= features.shape[1]) & (positions + config.block_size <= cache.kv.capacity)
@@ -144,21 +144,17 @@ def propose_block(
     with jax.named_scope("backbone"):
         hidden, kv = drafter.backbone(cache, jnp.concatenate([anchor[:, None], masks], axis=1))
     first = 0 if config.sample_from_anchor else 1
-    steps = jnp.swapaxes(hidden[:, first : first + num_steps], 0, 1)
+    steps = jnp.swapaxes(hidden[:, first : first + options.num_steps], 0, 1)
     with jax.named_scope("lm_head"):
-        base = drafter.head.base_logits(steps, logits_dtype)
+        base = drafter.head.base_logits(steps, options.logits_dtype)
     draw = None if sampling is None else dataclasses.replace(sampling, position=positions + 1)
-    block, _ = draft(
-        drafter.head, base, anchor, steps, draw, None, min_confidence,
-        topk=topk, outputs=outputs, logits_dtype=logits_dtype,
-    )  # fmt: skip
+    block, _ = draft(drafter.head, base, anchor, steps, draw, None, min_confidence, options=options)
     valid = block.valid & fits
     block = dataclasses.replace(block, valid=valid, num_draft=jnp.where(fits, block.num_draft, 0))
     return block, dataclasses.replace(cache, kv=kv)
 
 
-_STATIC = ("num_steps", "topk", "outputs", "logits_dtype")
-_propose = jax.jit(propose_block, static_argnames=_STATIC, donate_argnames=("cache",))
+_propose = jax.jit(propose_block, static_argnames=("options",), donate_argnames=("cache",))
 
 
 @jax.jit(donate_argnames=("cache",))

@@ -12,24 +12,26 @@ from jax.core import Tracer
 
 from ..checks import check_int, invalid
 from ..coerce import check_shape, coerce_sampling
-from ..config import DraftConfig
+from ..config import DraftConfig, DraftOptions
+from ..trace_count import Program
 from ..types import DraftBlock, DraftBuffer, DraftSampling
-from .api import Program, from_hidden, from_logits
+from .api import from_hidden, from_logits
 from .candidates import empty_buffer
-from .heads import DSparkHead
-from .inputs import check_head, check_steps, check_threshold, prepare_hidden, prepare_logits, static_options
+from .head import DSparkHead
+from .inputs import check_head, check_steps, check_threshold, prepare_hidden, prepare_logits, resolve_options
 
 
 def make_buffer(head: DSparkHead, config: DraftConfig, batch: int) -> DraftBuffer | None:
     """Return the DraftBuffer for a function of make_draft_fn: for top-k rows with outputs="logits", else None."""
     _check_config(config)
     check_steps(check_head(head), config.num_speculative_tokens, "num_speculative_tokens")
-    static = static_options(head, config.draft_topk, config.outputs, config.logits_dtype)
+    options = resolve_options(head, config.draft_topk, config.outputs, config.logits_dtype, None)
     if config.draft_topk is None or config.outputs != "logits":
         return None
     batch = check_int("batch", batch, 1)
-    V, k = head.config.vocab_size, static["topk"]
-    return empty_buffer(config.num_speculative_tokens, batch, V, k, static["logits_dtype"])
+    V, k = head.config.vocab_size, options.topk
+    assert k is not None
+    return empty_buffer(config.num_speculative_tokens, batch, V, k, options.logits_dtype)
 
 
 class DraftFunction:
@@ -42,13 +44,13 @@ class DraftFunction:
 
     def __call__(self, head: DSparkHead, *args: Any, **named: Any) -> Any:
         """Coerce, check and run; see make_draft_fn and make_draft_from_logits_fn for the arguments."""
-        program, operands, static = self._prepare(head, *args, **named)
-        return self._finish(program.jitted(*operands, **static))
+        program, operands, options = self._prepare(head, *args, **named)
+        return self._finish(program(*operands, options=options))
 
     def lower(self, head: DSparkHead, *args: Any, **named: Any) -> jax.stages.Lowered:
         """Lower the program that these arguments (arrays or jax.ShapeDtypeStruct) would run."""
-        program, operands, static = self._prepare(head, *args, **named)
-        return program.jitted.lower(*operands, **static)
+        program, operands, options = self._prepare(head, *args, **named)
+        return program.lower(*operands, options=options)
 
     def trace_count(self) -> int:
         """Return how often this function was traced."""
@@ -57,16 +59,16 @@ class DraftFunction:
 
 def _options(
     config: DraftConfig, head: DSparkHead, steps: int, field: str, batch: int, sampling: Any, implementation: str | None
-) -> tuple[dict[str, Any], DraftSampling | None]:
-    """Check a call against its DraftConfig; return the static options and the coerced sampling."""
+) -> tuple[DraftOptions, DraftSampling | None]:
+    """Check a call against its DraftConfig; return the options and the coerced sampling."""
     if steps != config.num_speculative_tokens:
         raise invalid(field, steps, f"{config.num_speculative_tokens} (num_speculative_tokens)")
     method = config.draft_sample_method
     if (sampling is None) != (method == "greedy"):
         wanted = "None" if method == "greedy" else "a DraftSampling"
         raise invalid("sampling", type(sampling).__name__, f"{wanted}, since draft_sample_method is {method}")
-    static = static_options(head, config.draft_topk, config.outputs, config.logits_dtype, implementation)
-    return static, None if sampling is None else coerce_sampling(sampling, batch)
+    options = resolve_options(head, config.draft_topk, config.outputs, config.logits_dtype, implementation)
+    return options, None if sampling is None else coerce_sampling(sampling, batch)
 
 
 def _check_config(config: Any) -> DraftConfig:
@@ -98,24 +100,25 @@ def make_draft_fn(config: DraftConfig, *, implementation: str | None = None) -> 
     views the returned one until the next call. Otherwise buffer is None, in and out. `implementation` as in
     draft_block.
 
-    An outer jit drops the donation: call fn from Python, or call `draft.draft` inside a jit that donates for itself.
+    An outer jit drops the donation: call fn from Python, or call `draft` of drafting/draft.py inside a jit that
+    donates for itself.
     """
     _check_config(config)
-    program = Program(from_hidden, donate="buffer")
+    program = Program(from_hidden, static=("options",), donate=("buffer",))
     buffered = config.draft_topk is not None and config.outputs == "logits"
 
     def prepare(head: Any, hidden: Any, anchor_ids: Any, sampling: Any = None, buffer: Any = None) -> tuple:
         hidden, anchor = prepare_hidden(check_head(head), hidden, anchor_ids)
         B, S, _ = hidden.shape
-        static, draw = _options(config, head, S, "hidden.shape[1]", B, sampling, implementation)
+        options, draw = _options(config, head, S, "hidden.shape[1]", B, sampling, implementation)
         if buffered != isinstance(buffer, DraftBuffer):
             wanted = "the DraftBuffer of make_buffer(head, config, batch)" if buffered else "None"
             raise invalid("buffer", type(buffer).__name__, wanted)
         if buffered:
-            _check_buffer("buffer.logits", buffer.logits, (S, B, head.config.vocab_size), static["logits_dtype"])
-            _check_buffer("buffer.ids", buffer.ids, (S, B, static["topk"]), jnp.dtype(jnp.int32))
+            _check_buffer("buffer.logits", buffer.logits, (S, B, head.config.vocab_size), options.logits_dtype)
+            _check_buffer("buffer.ids", buffer.ids, (S, B, options.topk), jnp.dtype(jnp.int32))
         threshold = check_threshold(head, config.min_confidence, has_hidden=True)
-        return program, (head, hidden, anchor, draw, buffer, threshold), static
+        return program, (head, hidden, anchor, draw, buffer, threshold), options
 
     def finish(result: tuple[DraftBlock, DraftBuffer | None]) -> tuple[DraftBlock, DraftBuffer | None]:
         block, buffer = result
@@ -132,16 +135,17 @@ def make_draft_from_logits_fn(config: DraftConfig, *, implementation: str | None
     `implementation` as in draft_block.
     """
     _check_config(config)
-    donating, keeping = Program(from_logits, donate="base_logits"), Program(from_logits)
+    donating = Program(from_logits, static=("options",), donate=("base_logits",))
+    keeping = Program(from_logits, static=("options",))
 
     def prepare(head: Any, base_logits: Any, anchor_ids: Any, sampling: Any = None, hidden: Any = None) -> tuple:
         _check_alive("base_logits", base_logits)
         base, anchor, hidden = prepare_logits(check_head(head), base_logits, anchor_ids, hidden)
         S, B, Vd = base.shape
-        static, draw = _options(config, head, S, "base_logits.shape[0]", B, sampling, implementation)
-        same = Vd == head.config.vocab_size and base.dtype == static["logits_dtype"]
+        options, draw = _options(config, head, S, "base_logits.shape[0]", B, sampling, implementation)
+        same = Vd == head.config.vocab_size and base.dtype == options.logits_dtype
         program = donating if config.outputs == "logits" and same else keeping
         threshold = check_threshold(head, config.min_confidence, has_hidden=hidden is not None)
-        return program, (head, base, anchor, draw, hidden, threshold), static
+        return program, (head, base, anchor, hidden, draw, threshold), options
 
     return DraftFunction(prepare, lambda block: block, (donating, keeping))

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..checks import check_choice, check_min_confidence, check_topk, dtype_name, invalid
+from ..checks import check_choice, check_int, check_min_confidence, check_topk, dtype_name, invalid
 from ..coerce import coerce_floats, coerce_ids
-from ..config import OUTPUTS
-from ..kernels.dispatch import IMPLEMENTATIONS
-from .heads import DSparkHead
+from ..config import IMPLEMENTATIONS, OUTPUTS, DraftOptions
+from .head import DSparkHead
 
 
 def check_head(head: Any) -> DSparkHead:
@@ -28,10 +27,10 @@ def check_steps(head: DSparkHead, steps: int, field: str) -> None:
         raise invalid(field, steps, f"at most {head.config.max_steps} draft steps (block_size{anchor})")
 
 
-def static_options(
-    head: DSparkHead, topk: Any, outputs: str, logits_dtype: Any, implementation: str | None = None
-) -> dict[str, Any]:
-    """Return what is static about a draft: topk, outputs, logits_dtype and implementation, checked."""
+def resolve_options(
+    head: DSparkHead, topk: Any, outputs: str, logits_dtype: Any, implementation: str | None, num_steps: Any = None
+) -> DraftOptions:
+    """Return what is static about a draft, checked against the head; `num_steps` where no array tells S."""
     check_choice("outputs", outputs, OUTPUTS)
     k = check_topk(topk, head.config.Vd)
     k = None if k is None else min(k, head.config.draftable)  # padding is never a candidate
@@ -40,7 +39,11 @@ def static_options(
     dtype = head.dtype if logits_dtype is None else dtype_name("logits_dtype", logits_dtype)
     if implementation is not None:
         check_choice("implementation", implementation, IMPLEMENTATIONS)
-    return {"topk": k, "outputs": outputs, "logits_dtype": jnp.dtype(dtype), "implementation": implementation}
+    if num_steps is not None:
+        num_steps = check_int("num_steps", num_steps, 1, head.config.max_steps)
+    return DraftOptions(
+        logits_dtype=jnp.dtype(dtype), topk=k, outputs=outputs, implementation=implementation, num_steps=num_steps
+    )
 
 
 def check_threshold(head: DSparkHead, min_confidence: Any, *, has_hidden: bool) -> jax.Array | None:
@@ -76,6 +79,6 @@ def prepare_logits(
     check_steps(head, S, "base_logits.shape[0]")
     if hidden is not None:
         hidden = coerce_floats("hidden", hidden, (B, S, head.config.hidden_size), "[B, S, H]", head.dtype)
-    elif head.config.markov_head_type in ("gated", "rnn"):
+    elif head.markov is not None and head.markov.kind.reads_hidden:
         raise invalid("hidden", None, f"hidden states [B, S, H], which a {head.config.markov_head_type} head reads")
     return base, coerce_ids("anchor_ids", anchor_ids, (B,), "[B]"), hidden

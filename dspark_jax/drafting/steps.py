@@ -7,7 +7,6 @@ the reference of the other; `in_kernels` hands whole steps (dense) or whole walk
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,73 +17,57 @@ import numpy as np
 from jax import lax
 
 from .. import noise
+from ..config import DraftOptions
 from ..kernels import dispatch
-from ..kernels.dense_step import Score, dense_step
+from ..kernels.dense_step import dense_step
+from ..kernels.summary import Score
 from ..kernels.walk import walk
 from ..linear import round_to
 from ..types import DraftSampling
-from .heads import DSparkHead, VanillaMarkovHead, bias, bias_at
+from .head import DSparkHead
+from .rows import CandidateRows, DenseRows, draw_scores, inverse_temperature
 
+Rows = DenseRows | CandidateRows
 Steps = tuple[Any, jax.Array, jax.Array]  # corrected rows [S, B, n] or None, tokens int32 [S, B], valid bool [S, B]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The rows that a block's tokens are drawn from: all draft ids, or the candidates.
-
-    Attributes:
-        base: [S, B, n], base logits of the columns.
-        ids: int32 target ids of the columns: [S, B, k] for candidates, ascending [n], or None where columns are ids.
-        draft_ids: int32 [S, B, k], the candidates' rows of markov_w2; None for all of them in order.
-        live: columns from here on are padding and never win; None for all.
-    """
-
-    base: jax.Array
-    ids: jax.Array | None
-    draft_ids: jax.Array | None = None
-    live: int | None = None
 
 
 def take_steps(
     head: DSparkHead,
     rows: Rows,
     anchor: jax.Array,
-    hidden: Any,
-    draw: DraftSampling | None,
+    hidden: jax.Array | None,
+    sampling: DraftSampling | None,
     *,
-    keep: bool,
-    dtype: Any,
-    implementation: str | None,
+    options: DraftOptions,
 ) -> Steps:
     """Take all S steps after anchor [B].
 
     Args:
-        hidden: [S, B, H], or None where the head needs none; draw: None for greedy.
-        keep: whether the corrected rows are returned; dtype: what they are rounded to.
-        implementation: "xla", "pallas" or None, see kernels/dispatch.py.
+        hidden: [S, B, H], or None where the head needs none; sampling: None for greedy.
+        options: whether the corrected rows are returned, what they are rounded to, and the implementation.
     """
-    args = (head, rows, anchor, hidden, draw)
-    kernel = "dense_step" if rows.draft_ids is None else "walk"
-    plain = partial(in_xla, *args, keep=keep, dtype=dtype)
+    args = (head, rows, anchor, hidden, sampling)
+    kernel = "dense_step" if isinstance(rows, DenseRows) else "walk"
+    plain = partial(in_xla, *args, options=options)
     markov = head.markov
     if markov is None or not dispatch.addressable(rows.base, markov.markov_w1[...], markov.markov_w2[...]):
         return plain()
-    fast = partial(in_kernels, *args, keep=keep, dtype=dtype)
-    return dispatch.run(kernel, implementation, xla=plain, pallas=fast)
+    fast = partial(in_kernels, *args, options=options)
+    return dispatch.run(kernel, options.implementation, xla=plain, pallas=fast)
 
 
 def in_xla(
     head: DSparkHead,
     rows: Rows,
     anchor: jax.Array,
-    hidden: Any,
-    draw: DraftSampling | None,
+    hidden: jax.Array | None,
+    sampling: DraftSampling | None,
     *,
-    keep: bool,
-    dtype: Any,
+    options: DraftOptions,
 ) -> Steps:
     """Take the steps in XLA operations: one lax.scan."""
-    S, B, n = rows.base.shape
+    S, B, _ = rows.base.shape
+    keep, dtype = options.keeps_rows, options.logits_dtype
     markov, correct = head.markov, _corrector(rows.base, keep, dtype)
 
     def body(carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -93,13 +76,10 @@ def in_xla(
         added = None
         if markov is not None:
             state, latent = markov.step(state, markov.embed(prev), hoisted)
-            w2 = markov.markov_w2[...]
-            added = bias(latent, w2) if rows.draft_ids is None else bias_at(latent, w2, rows.draft_ids[step])
+            added = rows.bias(latent, markov.markov_w2[...], step)
         kept, logits = correct(kept, step, added)
-        if rows.live is not None:
-            logits = jnp.where(jnp.arange(n) < rows.live, logits, -jnp.inf)
-        ids = rows.ids if rows.ids is None or rows.ids.ndim == 1 else rows.ids[step]
-        token = _choose(logits, ids, step, draw)
+        logits = rows.mask(logits)
+        token = rows.choose(logits, sampling, step)
         return (state, token, kept), (token, noise.row_is_valid(logits))
 
     state = () if markov is None else markov.start(B)
@@ -133,60 +113,34 @@ def _corrector(base: jax.Array, keep: bool, dtype: Any) -> Callable[..., tuple[A
     return correct
 
 
-def _choose(logits: jax.Array, ids: jax.Array | None, step: jax.Array, draw: DraftSampling | None) -> jax.Array:
-    """Return the drafted target ids int32 [B]; ids are [B, n], ascending [n], or None where slots are ids."""
-    score = logits
-    if draw is not None:
-        # Without the barrier XLA hoists a [B, n] part of the generator out of the scan and keeps it.
-        held, step = lax.optimization_barrier((draw, step))
-        named = jnp.arange(logits.shape[1], dtype=jnp.int32) if ids is None else ids
-        score = _score(logits, named, step, held)
-    slot = noise.choose(score, ids if ids is not None and ids.ndim == 2 else None)
-    if ids is None:
-        return slot
-    return ids[slot] if ids.ndim == 1 else jnp.take_along_axis(ids, slot[:, None], axis=1)[:, 0]
-
-
-def _score(logits: jax.Array, ids: jax.Array, step: jax.Array, draw: Any, top: jax.Array | None = None) -> jax.Array:
-    """Return what a draw maximises over rows [B, n] of target ids [B, n] or [n]; kernels call it on their blocks."""
-    bits = noise.noise_bits(draw.seed[:, None], draw.position[:, None], step, noise.DRAFT, ids)
-    return noise.scores(logits, draw.temperature, bits, top)
-
-
-def _rate(draw: Any) -> jax.Array:
-    """Return by how much scores rise per unit by which the maximum they are relative to falls: 1 / T, 0 for greedy."""
-    return jnp.where(noise.is_greedy(draw.temperature), 0.0, 1.0 / noise.safe_temperature(draw.temperature))
-
-
 def in_kernels(
     head: DSparkHead,
     rows: Rows,
     anchor: jax.Array,
-    hidden: Any,
-    draw: DraftSampling | None,
+    hidden: jax.Array | None,
+    sampling: DraftSampling | None,
     *,
-    keep: bool,
-    dtype: Any,
+    options: DraftOptions,
     interpret: bool,
 ) -> Steps:
-    """Take the steps with Pallas kernels: one per dense step, one for a whole walk of a vanilla head."""
+    """Take the steps with Pallas kernels: one a dense step; one a walk where the latent is the embedding."""
     S, B, _ = rows.base.shape
-    markov = head.markov
+    keep, dtype, markov = options.keeps_rows, options.logits_dtype, head.markov
     assert markov is not None
     w1, w2 = markov.markov_w1[...], markov.markov_w2[...]
-    score = None if draw is None else Score(_score, _rate)
-    options = {"keep": keep, "dtype": dtype, "draw": draw, "score": score, "interpret": interpret}
-    # The latent of a vanilla head is the embedding itself: the kernels look it up by the previous token.
-    table = type(markov) is VanillaMarkovHead and w1.dtype == w2.dtype
-    if rows.draft_ids is None:
-        call = partial(dense_step, base=rows.base, live=rows.live, target_ids=rows.ids, **options)
+    score = None if sampling is None else Score(draw_scores, inverse_temperature)
+    shared = {"keep": keep, "dtype": dtype, "sampling": sampling, "score": score, "interpret": interpret}
+    # Where the latent is the embedding itself, the kernels look it up by the previous token.
+    table = markov.kind.latent_is_embedding and w1.dtype == w2.dtype
+    if isinstance(rows, DenseRows):
+        call = partial(dense_step, base=rows.base, live=rows.live, target_ids=rows.target_ids, **shared)
     else:
-        named = None if rows.ids is rows.draft_ids else rows.ids
-        call = partial(walk, base=rows.base, ids=rows.draft_ids, target_ids=named, **options)
+        named = None if rows.target_ids is rows.draft_ids else rows.target_ids
+        call = partial(walk, base=rows.base, ids=rows.draft_ids, target_ids=named, **shared)
         if table:
-            return call(rows=None, prev=anchor, latents=w1, w2=w2)
+            return call(out=None, prev=anchor, latents=w1, w2=w2)
 
-    in_place = keep and rows.draft_ids is None and rows.base.dtype == dtype
+    in_place = keep and isinstance(rows, DenseRows) and rows.base.dtype == dtype
 
     def body(carry: Any, xs: Any) -> tuple[Any, Any]:
         state, prev, kept = carry
@@ -196,9 +150,9 @@ def in_kernels(
             state, latents = markov.step(state, markov.embed(prev), hoisted)
             latents, lookup = latents.astype(w2.dtype), jnp.arange(B, dtype=jnp.int32)
         if in_place:
-            kept, token, valid = call(base=kept, rows=None, step=step, prev=lookup, latents=latents, w2=w2)
+            kept, token, valid = call(base=kept, out=None, step=step, prev=lookup, latents=latents, w2=w2)
         else:
-            kept, token, valid = call(rows=kept, step=step, prev=lookup, latents=latents, w2=w2)
+            kept, token, valid = call(out=kept, step=step, prev=lookup, latents=latents, w2=w2)
         token, valid = token.reshape(B), valid.reshape(B)
         return (state, token, kept), (token, valid)
 

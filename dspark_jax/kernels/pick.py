@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .dispatch import WHOLE, load, pallas_call, power_of_two, store
 from .keys import key_dtype, to_keys
+from .triton import load, pallas_call, power_of_two, store
 
 GROUP = 16  # columns per group: one 32-byte sector of half-precision values
 MOST = 32768  # elements a program holds in registers
@@ -52,17 +54,16 @@ def pick_kernel(
     count = n if groups is None else k * size
     lanes = power_of_two(count)
 
-    def kernel(*refs):
-        x_ref, *groups_ref, key_ref, id_ref = refs
+    def kernel(refs: Any, results: Any) -> None:
         row = pl.program_id(0)
         lane = lax.broadcasted_iota(jnp.int32, (lanes,), 0)
         live = lane < count
         ids = lane
-        if groups_ref:
-            group = load(groups_ref[0], (row, lane // size), live, 0)
+        if groups is not None:
+            group = load(refs["groups"], (row, lane // size), live, 0)
             ids = group * size + lane % size
             live &= ids < n
-        value = load(x_ref, (row, ids), live, 0)
+        value = load(refs["x"], (row, ids), live, 0)
         key = (to_keys(value) if jnp.issubdtype(value.dtype, jnp.floating) else value).astype(jnp.uint32)
         key = jnp.where(live, key, jnp.uint32(0))
 
@@ -77,15 +78,14 @@ def pick_kernel(
         keep = (above == 1) | ((tie == 1) & (jnp.cumsum(tie) <= needed))
         # The interpreter writes masked lanes too: they go to a column of their own there.
         slot = jnp.where(keep, jnp.cumsum(keep.astype(jnp.int32)) - 1, k)
-        store(key_ref, (row, slot), key.astype(word), keep)
-        store(id_ref, (row, slot), ids, keep)
+        store(results["keys"], (row, slot), key.astype(word), keep)
+        store(results["ids"], (row, slot), ids, keep)
 
     width = k + 1 if interpret else k
     name = "dspark_pick" if groups is None else f"dspark_pick_groups{size}"
-    operands = (x,) if groups is None else (x, groups)
-    keys, ids = pallas_call(
-        kernel, name=name, interpret=interpret, grid=(R,), in_specs=[WHOLE] * len(operands),
-        out_specs=[WHOLE] * 2, num_warps=max(4, min(16, lanes // 1024)),
-        out_shape=[jax.ShapeDtypeStruct((R, width), word), jax.ShapeDtypeStruct((R, width), jnp.int32)],
-    )(*operands)  # fmt: skip
-    return keys[:, :k], ids[:, :k]
+    out = pallas_call(
+        kernel, {"x": x, "groups": groups},
+        {"keys": jax.ShapeDtypeStruct((R, width), word), "ids": jax.ShapeDtypeStruct((R, width), jnp.int32)},
+        name=name, interpret=interpret, grid=(R,), num_warps=max(4, min(16, lanes // 1024)),
+    )  # fmt: skip
+    return out["keys"][:, :k], out["ids"][:, :k]

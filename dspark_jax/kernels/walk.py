@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .dense_step import Score, Summary, merge, nothing, summarize
-from .dispatch import WHOLE, load, pallas_call, power_of_two, rounded, store
+from .summary import Score, Summary, merge, nothing, summarize
+from .triton import load, pallas_call, power_of_two, rounded, store
 
 TILE = 16384  # elements of w2 in flight
 
@@ -29,7 +29,7 @@ TILE = 16384  # elements of w2 in flight
 def walk(
     *,
     base: jax.Array,
-    rows: jax.Array | None,
+    out: jax.Array | None,
     ids: jax.Array,
     prev: jax.Array,
     latents: jax.Array,
@@ -38,7 +38,7 @@ def walk(
     dtype: Any,
     step: jax.Array | None = None,
     target_ids: jax.Array | None = None,
-    draw: Any = None,
+    sampling: Any = None,
     score: Score | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
@@ -46,14 +46,14 @@ def walk(
 
     Args:
         base: [S, B, k] base logits of the candidates; ids: int32 [S, B, k], their rows of w2.
-        rows: [S, B, k] of `dtype` to write to; None for a new array (all steps only).
+        out: [S, B, k] of `dtype` to write to; None for a new array (all steps only).
         prev: int32 [B], row of `latents` for the first step; later ones take the chosen target id.
         latents: [m, r] and w2: [n, r], of one dtype.
         keep: whether the corrected rows are written.
         dtype: what corrected values are rounded to.
         step: int32 [] for one step, None for all S.
         target_ids: int32 [S, B, k], what is emitted, fed back and drawn by; None where they are `ids`.
-        draw, score: see step.py.
+        sampling, score: see dense_step.py.
 
     Returns:
         The corrected rows (None unless keep), tokens int32 [S, B] and valid bool [S, B] (one row of each for one step).
@@ -63,54 +63,51 @@ def walk(
     count = S if step is None else 1
     lanes = power_of_two(r)
     chunk = min(power_of_two(k), max(1, TILE // lanes))
-    leaves, tree = jax.tree.flatten(draw)
-    first = jnp.zeros((1,), jnp.int32) if step is None else jnp.asarray(step, jnp.int32)[None]
-    operands = [first, prev, latents, w2, base, ids, *leaves]
-    if target_ids is not None:
-        operands.append(target_ids)
-    if keep and rows is not None:
-        operands.append(rows)
+    operands = {
+        "first": jnp.zeros((1,), jnp.int32) if step is None else jnp.asarray(step, jnp.int32)[None],
+        "prev": prev, "latents": latents, "w2": w2, "base": base, "ids": ids, "sampling": sampling,
+        "target_ids": target_ids, "out": out if keep else None,
+    }  # fmt: skip
 
-    def kernel(*refs):
-        inputs, outputs = refs[: len(operands)], refs[len(operands) :]
-        first_ref, prev_ref, latent_ref, w2_ref, base_ref, id_ref, *rest = inputs
-        code_ref = outputs[-1]
+    def kernel(refs: Any, results: Any) -> None:
         b = pl.program_id(0)
-        start = first_ref[0]
+        start = refs["first"][0]
         q = lax.broadcasted_iota(jnp.int32, (lanes,), 0)
-        one_draw = jax.tree.unflatten(tree, [load(ref, (b,)) for ref in rest[: len(leaves)]])
+        one_draw = jax.tree.map(lambda ref: load(ref, (b,)), refs.get("sampling"))
         drawn = jax.tree.map(lambda leaf: leaf[None], one_draw)
-        rate = None if score is None else score.rate(one_draw)
+        slope = None if score is None else score.inverse_temperature(one_draw)
 
         def one_step(i, prev):
             s = start + i
             known = (prev >= 0) & (prev < latents.shape[0])
-            e = load(latent_ref, (prev, q), known & (q < r), 0).astype(jnp.float32)
+            e = load(refs["latents"], (prev, q), known & (q < r), 0).astype(jnp.float32)
 
             def one_chunk(c, best):
                 at = c * chunk + lax.broadcasted_iota(jnp.int32, (chunk,), 0)
                 inside = at < k
-                row = load(id_ref, (s, b, at), inside, 0)
-                named = row if target_ids is None else load(rest[len(leaves)], (s, b, at), inside, 0)
-                w = load(w2_ref, (row[:, None], q[None, :]), inside[:, None] & (q < r)[None, :], 0)
-                x = load(base_ref, (s, b, at), inside, 0).astype(jnp.float32)
+                row = load(refs["ids"], (s, b, at), inside, 0)
+                named = row if target_ids is None else load(refs["target_ids"], (s, b, at), inside, 0)
+                w = load(refs["w2"], (row[:, None], q[None, :]), inside[:, None] & (q < r)[None, :], 0)
+                x = load(refs["base"], (s, b, at), inside, 0).astype(jnp.float32)
                 x = rounded(x + jnp.sum(w.astype(jnp.float32) * e[None, :], axis=1), dtype, interpret)
                 if keep:
-                    store(outputs[0], (s, b, at), x.astype(dtype), inside)
+                    store(results["rows"], (s, b, at), x.astype(dtype), inside)
                 found = summarize(x[None, :], named[None, :], inside[None, :], s, drawn, score)
                 one = Summary(*(jnp.max(part) for part in found))  # of one row each
-                return merge(best, one, rate)
+                return merge(best, one, slope)
 
             _, _, token, flags = lax.fori_loop(0, pl.cdiv(k, chunk), one_chunk, nothing())
-            store(code_ref, (i, b), 4 * token + flags)
+            store(results["code"], (i, b), 4 * token + flags)
             return token
 
-        lax.fori_loop(0, count, one_step, load(prev_ref, (b,)))
+        lax.fori_loop(0, count, one_step, load(refs["prev"], (b,)))
 
-    written = [jax.ShapeDtypeStruct((S, B, k), dtype)] if keep else []
-    *out, code = pallas_call(
-        kernel, name="dspark_walk", interpret=interpret, grid=(B,), num_warps=8, in_specs=[WHOLE] * len(operands),
-        out_specs=[WHOLE] * (1 + len(written)), out_shape=[*written, jax.ShapeDtypeStruct((count, B), jnp.int32)],
-        input_output_aliases={len(operands) - 1: 0} if keep and rows is not None else {},
-    )(*operands)  # fmt: skip
-    return (out[0] if keep else None), code >> 2, (code & 3) == 1
+    shapes = {"code": jax.ShapeDtypeStruct((count, B), jnp.int32)}
+    if keep:
+        shapes = {"rows": jax.ShapeDtypeStruct((S, B, k), dtype), **shapes}
+    results = pallas_call(
+        kernel, operands, shapes, name="dspark_walk", interpret=interpret, grid=(B,), num_warps=8,
+        aliases={"out": "rows"} if keep and out is not None else {},
+    )  # fmt: skip
+    code = results["code"]
+    return results.get("rows"), code >> 2, (code & 3) == 1

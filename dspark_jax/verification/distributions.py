@@ -20,7 +20,7 @@ from .filter import RowSummary, TargetFilter, log_prob, summarise, temper
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class TargetDistribution:
     """The processed target: filtered rows at a temperature, one-hot in greedy requests.
 
     Attributes:
@@ -35,7 +35,7 @@ class Target:
     best: jax.Array
 
     @classmethod
-    def of(cls, logits: jax.Array, temperature: jax.Array, target_filter: TargetFilter | None) -> Target:
+    def of(cls, logits: jax.Array, temperature: jax.Array, target_filter: TargetFilter | None) -> TargetDistribution:
         """Process rows [B, R, V] (any float dtype) in the order: allowed tokens, temperature, min-p, top-k, top-p."""
         allowed = None
         if target_filter is not None:

@@ -23,13 +23,13 @@ from ..checks import check_choice, check_int, invalid
 from ..coerce import coerce_floats, coerce_ids, coerce_sampling
 from ..config import METHODS
 from ..noise import ACCEPT, RESIDUAL, choose, gumbel_from_bits, noise_bits, row_is_valid, uniform_from_bits
+from ..trace_count import Program
 from ..types import DraftBlock, DraftSampling
-from .distributions import Target, draft_distribution
+from .distributions import TargetDistribution, draft_distribution
 from .filter import TargetFilter, coerce_filter
 from .inputs import coerce_num_draft, coerce_q, coerce_stop
 
 RULES = ("token", "target_only")
-TRACES = {"verify": 0}  # counts traces; tests hold verify_block to one per static signature
 
 
 @partial(
@@ -81,7 +81,7 @@ def verify(
     """
     tokens, (B, S) = block.tokens, block.tokens.shape
     V = target_logits.shape[-1]
-    target = Target.of(target_logits, draw.temperature, target_filter)
+    target = TargetDistribution.of(target_logits, draw.temperature, target_filter)
     draft = draft_distribution(block, draw, V, target_only=rule == "target_only")
     n = jnp.clip(jnp.minimum(num_draft, block.num_draft), 0, S)
     step = jnp.arange(S, dtype=jnp.int32)[None]
@@ -142,9 +142,7 @@ def _slice_requests(block: DraftBlock, rest: Any, start: jax.Array, size: int) -
     return DraftBlock(method=block.method, **fields), jax.tree.map(cut(0), rest)
 
 
-@partial(jax.jit, static_argnames=("rule", "chunk_size"))
-def _verify_jitted(block: DraftBlock, rest: Any, *, rule: str, chunk_size: int | None) -> Verified:
-    TRACES["verify"] += 1
+def _verify_chunks(block: DraftBlock, rest: Any, *, rule: str, chunk_size: int | None) -> Verified:
     B = block.tokens.shape[0]
     if chunk_size is None or chunk_size >= B:
         return verify(block, *rest, rule=rule)
@@ -161,6 +159,9 @@ def _verify_jitted(block: DraftBlock, rest: Any, *, rule: str, chunk_size: int |
     chunk = np.minimum(request // chunk_size, len(starts) - 1)
     flat = jnp.asarray(chunk * chunk_size + request - starts[chunk])
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[flat], parts)
+
+
+VERIFY = Program(_verify_chunks, static=("rule", "chunk_size"))
 
 
 def verify_block(
@@ -220,4 +221,4 @@ def verify_block(
         sampling = DraftSampling(zeros.astype(np.float32), zeros.astype(np.uint32), zeros)  # type: ignore[arg-type]
     draw, limit = coerce_sampling(sampling, B), coerce_num_draft(num_draft, block.num_draft, B)
     rest = (logits, draw, limit, coerce_filter(target_filter, B, S + 1, V), coerce_stop(stop_ids, B))
-    return _verify_jitted(block, rest, rule=rule, chunk_size=chunk_size)
+    return VERIFY(block, rest, rule=rule, chunk_size=chunk_size)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ...head_kinds import MARKOV_PREFIX
 from . import names as canonical_names
 from .rules import (
     ALIASES,
@@ -211,14 +212,16 @@ def map_names(family: Family, names: Iterable[str]) -> Mapped:
         match = rule = None
         if known.fullmatch(stripped):
             match, rule = next((m, rule) for regex, rule in rules if (m := regex.fullmatch(stripped)))
+        canonical = None if match is None or rule is None or rule.canonical is None else match.expand(rule.canonical)
+        if canonical is not None and canonical.startswith(MARKOV_PREFIX) and not canonical_names.is_head(canonical):
+            match = None  # no registered kind of head has it
         if match is None or rule is None:
             result.problems.append(f"{source}: unknown tensor of the {family.name} family")
             continue
-        if rule.canonical is None:
+        if canonical is None:
             result.left_out[source] = rule.reason
             continue
         place = fallbacks if rule.fallback else result.scales if rule.scale else result.sources
-        canonical = match.expand(rule.canonical)
         if canonical in place:
             result.problems.append(f"{source}: second spelling of {canonical}, which {place[canonical]} gives as well")
         place[canonical] = source

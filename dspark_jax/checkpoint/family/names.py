@@ -6,19 +6,15 @@ I MLP width, Q heads x head size, K key heads x head size, hd head size, nh head
 
 from __future__ import annotations
 
+from ... import head_kinds
+
 LM_HEAD, EMBEDDING, D2T, T2D = "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-GATE, JOINT = "markov_head.gate_proj", "markov_head.joint_proj"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
-HEAD_SHAPES: dict[str, tuple[str, ...]] = {
+# The Markov head's tensors are those of its registered kind (head_kinds.py).
+OTHER_HEAD_SHAPES: dict[str, tuple[str, ...]] = {
     LM_HEAD: ("Vd", "H"),
-    W1: ("V", "r"),
-    W2: ("Vd", "r"),
-    GATE + ".weight": ("r", "H+r"),
-    GATE + ".bias": ("r",),
-    JOINT + ".weight": ("3r", "2r+H"),
-    JOINT + ".bias": ("3r",),
     CONFIDENCE: ("1", "C"),
     CONFIDENCE_BIAS: ("1",),
     D2T: ("Vd",),
@@ -80,6 +76,14 @@ V4_SHAPES: dict[str, tuple[str, ...]] = {
 }
 
 
+def head_shapes() -> dict[str, tuple[str, ...]]:
+    """Return name -> symbolic shape of every tensor that a head may have, whatever its kind."""
+    markov = {part.tensor: part.shape for kind in head_kinds.all_kinds() for part in kind.parameters}
+    return markov | OTHER_HEAD_SHAPES
+
+
 def is_head(name: str) -> bool:
     """Say whether a canonical name belongs to the head, not to the backbone."""
-    return name in HEAD_SHAPES
+    if name.startswith(head_kinds.MARKOV_PREFIX):
+        return name in head_shapes()
+    return name in OTHER_HEAD_SHAPES

@@ -5,12 +5,15 @@ Presence is decided by the tensors, never by the config. Where both speak and di
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from ... import head_kinds
+from ...head_kinds import all_kinds, evaluate, head_kind
 from ...transformer.geometry import BackboneConfig
-from .names import CONFIDENCE, D2T, EMBEDDING, GATE, HEAD_SHAPES, JOINT, LM_HEAD, W1, W2, is_head
+from .names import CONFIDENCE, D2T, EMBEDDING, LM_HEAD, W1, W2, head_shapes, is_head
 
 Shapes = Mapping[str, tuple[int, ...]]
 Flat = dict[str, Any]
@@ -24,7 +27,8 @@ def resolve_head(flat: Flat, shapes: Shapes) -> list[str]:
     sure = not problems  # else the sizes below would report the same contradiction once for each tensor
     _resolve_draft_vocab(flat, shapes, problems)
     if sure:
-        _check(shapes, HEAD_SHAPES, _head_sizes(flat), problems)
+        patterns = {re.escape(name): symbols for name, symbols in head_shapes().items()}
+        _check(shapes, patterns, _head_sizes(flat), problems)
     return problems
 
 
@@ -47,17 +51,19 @@ def _resolve_markov(flat: Flat, shapes: Shapes, problems: list[str]) -> None:
         flat["markov_rank"] = shapes[W1][1]
     elif rank != shapes[W1][1]:
         problems.append(f"markov_rank: config says {rank!r}, {W1} has shape {list(shapes[W1])}")
-    stems = {"gated": GATE, "rnn": JOINT}
-    found = [kind for kind, stem in stems.items() if any(name.startswith(stem + ".") for name in present)]
+    stems = {
+        kind.name: " and ".join({part.tensor.rpartition(".")[0]: None for part in kind.own}) for kind in all_kinds()
+    }
+    found = [kind.name for kind in all_kinds() if any(part.tensor in shapes for part in kind.own)]
     kind = flat.get("markov_head_type")
-    if len(found) == 2:
-        problems.append(f"markov_head_type: the checkpoint holds both {GATE} and {JOINT}")
+    if len(found) > 1:
+        problems.append(f"markov_head_type: the checkpoint holds both {' and '.join(stems[name] for name in found)}")
     elif kind is None:
-        kind = found[0] if found else "vanilla"
+        kind = found[0] if found else next(kind.name for kind in all_kinds() if not kind.own)
     elif found and kind != found[0]:
         problems.append(f"markov_head_type: config says {kind!r}, but the checkpoint holds {stems[found[0]]}")
-    stem = stems.get(kind) if isinstance(kind, str) else None
-    if stem and (lost := [name for end in (".weight", ".bias") if (name := stem + end) not in shapes]):
+    own = head_kind(kind).own if kind in head_kinds.names() else ()  # the config's own check reports another
+    if lost := [part.tensor for part in own if part.tensor not in shapes]:
         problems.append(f"{', '.join(lost)}: missing, though markov_head_type is {kind!r}")
     flat["markov_head_type"] = kind
 
@@ -121,16 +127,20 @@ def _head_sizes(flat: Flat) -> dict[str, int]:
     assert isinstance(H, int)
     assert isinstance(r, int)
     inputs = H + r if flat.get("confidence_head_with_markov") is True else H
-    sizes = {"V": V, "Vd": flat.get("draft_vocab_size", V), "H": H, "r": r, "C": inputs}
-    return sizes | {"H+r": H + r, "3r": 3 * r, "2r+H": 2 * r + H}
+    sizes = {"V": V, "H": H, "r": r, "C": inputs}
+    if isinstance(Vd := flat.get("draft_vocab_size", V), int):
+        sizes["Vd"] = Vd
+    for text in {text for shape in head_shapes().values() for text in shape}:
+        with contextlib.suppress(KeyError):  # a size that the config's own check reports
+            sizes[text] = evaluate(text, sizes)
+    return sizes
 
 
 def _check(shapes: Shapes, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], problems: list[str]) -> None:
     """Compare shapes with a table of symbolic ones; a symbol without a size is not compared."""
     if not sizes:
         return
-    exact = table is HEAD_SHAPES
-    patterns = [(re.compile(re.escape(pattern) if exact else pattern), symbols) for pattern, symbols in table.items()]
+    patterns = [(re.compile(pattern), symbols) for pattern, symbols in table.items()]
     for name, shape in shapes.items():
         symbols = next((symbols for regex, symbols in patterns if regex.fullmatch(name)), None)
         if symbols is None:

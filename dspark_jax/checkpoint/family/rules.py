@@ -37,7 +37,8 @@ def identity(shapes: Iterable[str]) -> tuple[Rule, ...]:
 
 
 _LAYER = r"layers\.\d+\."
-HEAD = identity(re.escape(name) for name in canonical_names.HEAD_SHAPES)
+# Which tensors of a Markov head there are depends on the kinds that are registered when a file is read: see map_names.
+HEAD = identity([r"markov_head\..+", *(re.escape(name) for name in canonical_names.OTHER_HEAD_SHAPES)])
 BACKBONE = identity(canonical_names.BACKBONE_SHAPES)
 FOREIGN = identity(canonical_names.FOREIGN_SHAPES)
 ALIASES = (
