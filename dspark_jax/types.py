@@ -7,13 +7,12 @@ Inside the package arrays are step-major [S, B, ...]; callers see small arrays b
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["temperature", "seed", "position"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftSampling:
     """How each request of a batch samples. Lists, NumPy and JAX arrays are accepted; entry points coerce and check.
@@ -29,11 +28,7 @@ class DraftSampling:
     position: Any
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "num_draft", "valid", "confidence_logits", "logits", "candidate_ids", "candidate_logits"],
-    meta_fields=["method"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftBlock:
     """A drafted block. All ids are target ids; logits are corrected (base + Markov bias) and before temperature.
@@ -57,7 +52,7 @@ class DraftBlock:
     logits: jax.Array | None = None
     candidate_ids: jax.Array | None = None
     candidate_logits: jax.Array | None = None
-    method: str
+    method: str = dataclasses.field(metadata={"static": True})
 
     @property
     def confidence(self) -> jax.Array | None:
@@ -65,7 +60,7 @@ class DraftBlock:
         return None if self.confidence_logits is None else jax.nn.sigmoid(self.confidence_logits)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["logits", "ids"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftBuffer:
     """Reused rows for top-k drafts with outputs="logits": hand it in, take the new one back, never use the old one.

@@ -61,7 +61,10 @@ class Problem:
     def __init__(self, S: int, B: int, V: int, r: int, k: int, dtype: str) -> None:
         self.S, self.B, self.V, self.r, self.k, self.dtype = S, B, V, r, k, jnp.dtype(dtype)
         rng = np.random.default_rng(0)
-        draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+
+        def draw(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape, np.float32)
+
         gpu = jax.default_backend() == "gpu"
         self.copies = 3 if gpu else 1  # so that no input is still in the cache
         host = draw(S, B, V) * 3
@@ -126,7 +129,10 @@ def jax_cases(problem: Problem, forms: list[str]) -> list[Timed]:
     alone |= {f"select_topk {form}": partial(select_topk, k=k, implementation=form) for form in forms}
     for name, select in alone.items():
         jitted = jax.jit(select)
-        run = lambda f=jitted: wait(f(problem.base().reshape(rows, problem.V)))  # noqa: E731
+
+        def run(f: Any = jitted) -> Any:
+            return wait(f(problem.base().reshape(rows, problem.V)))
+
         cases.append(Timed(f"{name} alone", run, rows * problem.V * problem.dtype.itemsize))
     return cases
 

@@ -129,18 +129,27 @@ def profile(target, drafter, prompts, args, users, mode):
     state, options = server.begin(users), server.options
     assert state.context is not None
     assert state.features is not None
-    head, S = drafter.head, options.num_steps
+    drafting = options.draft
+    assert drafting is not None
+    assert drafting.num_steps is not None
+    head, S, k = drafter.head, drafting.num_steps, drafting.topk
     draw = DraftSampling(state.temperature, state.seed, state.position + 1)
     probabilistic = draw if options.method == "probabilistic" else None
-    static = {"num_steps": S, "topk": options.topk, "outputs": options.outputs, "logits_dtype": options.logits_dtype}
     r = head.config.markov_rank
     hidden = jnp.ones((S, users, head.config.hidden_size), drafter.backbone.dtype)
-    base = jax.random.normal(jax.random.key(0), (S, users, head.config.Vd)).astype(options.logits_dtype)
+    base = jax.random.normal(jax.random.key(0), (S, users, head.config.Vd)).astype(drafting.logits_dtype)
     latent = jax.random.normal(jax.random.key(1), (S, users, r))
-    width = head.config.Vd if options.topk is None else options.topk
+    width = head.config.Vd if k is None else k
     corrected = jax.random.normal(jax.random.key(2), (S, users, width))
     block, _ = propose_block(
-        drafter, state.context, state.features, state.anchor, state.position, probabilistic, None, **static
+        drafter,
+        state.context,
+        state.features,
+        state.anchor,
+        state.position,
+        probabilistic,
+        None,
+        options=drafting,
     )
 
     def backbone(drafter, state):
@@ -172,11 +181,10 @@ def profile(target, drafter, prompts, args, users, mode):
         return verify(block, logits, draw, block.num_draft, None, None, rule="token")
 
     logits, _ = jax.jit(run_target)(target, state, block)
-    k = options.topk
     ids = None if k is None else candidates.select(base, k)[1]
     parts = {
         "backbone": median_ms(backbone, drafter, state),
-        "LM head": median_ms(lambda head, hidden: head.base_logits(hidden, options.logits_dtype), head, hidden),
+        "LM head": median_ms(lambda head, hidden: head.base_logits(hidden, drafting.logits_dtype), head, hidden),
         "selection": 0.0 if k is None else median_ms(lambda x: candidates.select(x, k), base),
         "draft projection": median_ms(project, head, latent, ids),
         "sampling": median_ms(draw_tokens, corrected, draw),

@@ -17,6 +17,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -29,9 +30,10 @@ from flax import nnx
 from kernel_rules import RULES
 
 from dspark_jax import DraftBuffer, DraftConfig, DraftSampling, DSparkConfig, make_draft_fn, make_draft_from_logits_fn
+from dspark_jax.config import DraftOptions
 from dspark_jax.drafting.draft import draft
 from dspark_jax.drafting.head import DSparkHead
-from dspark_jax.drafting.heads import GatedMarkovHead, RnnMarkovHead, VanillaMarkovHead
+from dspark_jax.head_kinds import head_kind
 
 S, V, H, RANK = 7, 151936, 2560, 256
 DTYPE = jnp.dtype("bfloat16")
@@ -101,14 +103,12 @@ def abstract_head(kind: str, lm_head: bool) -> DSparkHead:
     """Build a head of real size without allocating it."""
 
     def build() -> DSparkHead:
-        zeros = lambda *shape: jnp.zeros(shape, DTYPE)  # noqa: E731
-        tables = (zeros(V, RANK), zeros(V, RANK))
-        if kind == "gated":
-            markov: VanillaMarkovHead = GatedMarkovHead(*tables, zeros(RANK, H + RANK), zeros(RANK))
-        elif kind == "rnn":
-            markov = RnnMarkovHead(*tables, zeros(3 * RANK, 2 * RANK + H), zeros(3 * RANK))
-        else:
-            markov = VanillaMarkovHead(*tables)
+        def zeros(*shape: int) -> jax.Array:
+            return jnp.zeros(shape, DTYPE)
+
+        sizes = {"V": V, "Vd": V, "H": H, "r": RANK}
+        found = head_kind(kind)
+        markov = found.module(**{part.attribute: zeros(*part.sizes(sizes)) for part in found.parameters})
         config = DSparkConfig(
             vocab_size=V, hidden_size=H, block_size=S + 1, mask_token_id=0, markov_rank=RANK, markov_head_type=kind
         )
@@ -122,9 +122,9 @@ def lower(case: Case, target: gpu_compile.Target) -> jax.stages.Lowered:
     B, k = case.batch, case.topk
     config = DraftConfig(S, k, case.method, case.outputs)
     head = target.place(abstract_head(case.head, case.lm_head))
-    hidden = target.array((B, S, H), DTYPE) if case.lm_head or case.head != "vanilla" else None
+    hidden = target.array((B, S, H), DTYPE) if case.lm_head or head_kind(case.head).reads_hidden else None
     base, anchor = target.array((S, B, V), DTYPE), target.array((B,), jnp.int32)
-    vector = lambda dtype: target.array((B,), dtype)  # noqa: E731
+    vector = partial(target.array, (B,))
     draw = None
     if case.method == "probabilistic":
         draw = DraftSampling(vector(jnp.float32), vector(jnp.uint32), vector(jnp.int32))
@@ -143,8 +143,10 @@ def lower(case: Case, target: gpu_compile.Target) -> jax.stages.Lowered:
         # Base logits together with a reused buffer: the core inside a jit that donates the buffer.
         def refill(head: Any, base: Any, anchor: Any, hidden: Any, draw: Any, buffer: Any) -> Any:
             hidden = None if hidden is None else jnp.swapaxes(hidden, 0, 1)
-            static = {"topk": k, "outputs": "logits", "logits_dtype": DTYPE, "implementation": case.implementation}
-            return draft(head, base, anchor, hidden, draw, buffer, **static)
+            options = DraftOptions(
+                topk=k, outputs="logits", logits_dtype=jnp.dtype(DTYPE), implementation=case.implementation
+            )
+            return draft(head, base, anchor, hidden, draw, buffer, options=options)
 
         return jax.jit(refill, donate_argnums=5).lower(head, base, anchor, hidden, draw, buffer)
 

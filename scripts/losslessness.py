@@ -160,7 +160,10 @@ def simulate(
         )  # fmt: skip
         limit = block.num_draft
         if schedule == "prefix":
-            grouped = lambda x: x.reshape(N // GROUP, GROUP, *x.shape[1:])  # noqa: E731
+
+            def grouped(x: jax.Array) -> jax.Array:
+                return x.reshape(N // GROUP, GROUP, *x.shape[1:])
+
             plan = jax.vmap(admit, in_axes=(0, 0, None, None))
             assert block.confidence is not None
             chances = survival(block.confidence)

@@ -17,6 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dspark_jax.head_kinds import head_kind
+
 Tensor = tuple[str, np.ndarray]  # header dtype, raw array
 Tensors = dict[str, Tensor]
 
@@ -146,13 +148,8 @@ def sequential_head(kind: str | None, vd: int | None = None, confidence: bool = 
     """Draw Markov and confidence head under DeepSpec names."""
     tensors: Tensors = {}
     if kind is not None:
-        tensors["markov_head.markov_w1.weight"] = bf16(V, R)
-        tensors["markov_head.markov_w2.weight"] = bf16(vd or V, R)
-    if kind == "gated":
-        tensors |= {"markov_head.gate_proj.weight": bf16(R, H + R), "markov_head.gate_proj.bias": bf16(R)}
-    if kind == "rnn":
-        tensors["markov_head.joint_proj.weight"] = bf16(3 * R, 2 * R + H)
-        tensors["markov_head.joint_proj.bias"] = bf16(3 * R)
+        sizes = {"V": V, "Vd": vd or V, "H": H, "r": R}
+        tensors |= {part.tensor: bf16(*part.sizes(sizes)) for part in head_kind(kind).parameters}
     if kind is not None and confidence:
         tensors |= {"confidence_head.proj.weight": bf16(1, H + R), "confidence_head.proj.bias": bf16(1)}
     return tensors

@@ -89,7 +89,10 @@ def test_block_is_bidirectional_unless_causal():
 
 def test_visible_slots():
     positions = jnp.array([[3, 4]], jnp.int32)
-    see = lambda **how: visible(positions, 7, **how)[0, 0].astype(int).tolist()  # noqa: E731
+
+    def see(**how):
+        return visible(positions, 7, **how)[0, 0].astype(int).tolist()
+
     assert see(causal=False, window=None) == [[1, 1, 1, 1, 1, 0, 0]] * 2
     assert see(causal=True, window=None) == [[1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0]]
     assert see(causal=True, window=2) == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0, 0]]

@@ -59,7 +59,10 @@ def test_fit_is_sequential():
     assert whole.temperatures[:2] == part.temperatures
     survived = accepted > 1
     first = sigmoid(logits[:, 0] / whole.temperatures[0])
-    error = lambda t: expected_calibration_error(first * sigmoid(logits[:, 1] / t), survived)  # noqa: E731
+
+    def error(t):
+        return expected_calibration_error(first * sigmoid(logits[:, 1] / t), survived)
+
     noise = survived.std() / len(survived) ** 0.5
     grid = np.geomspace(1 / 8, 8, 361)
     errors = np.array([error(t) for t in grid])

@@ -59,7 +59,10 @@ def test_topk_of_the_whole_vocabulary_equals_dense_and_a_small_one_does_not(caps
 def test_seeds_are_per_block_and_reproducible(capsys):
     options = ["--temperature", "1", "--outputs", "candidates", "--draft-topk", "512"]
     one, again, other = (run_json(capsys, *options, "--seed", seed) for seed in ("1", "1", "2"))
-    tokens = lambda report: [block["tokens"] for block in report["blocks"]]  # noqa: E731
+
+    def tokens(report):
+        return [block["tokens"] for block in report["blocks"]]
+
     assert tokens(one) == tokens(again)
     assert tokens(one) != tokens(other)
 

@@ -512,11 +512,13 @@ def sizes(jaxpr):
 def test_candidates_hold_nothing_of_the_vocabulary_in_the_scan(kind):
     """outputs="candidates": no value [.., V] is made inside the scan, and the program keeps only the base logits."""
     head, hidden, anchors, params, base = big(kind)
-    call = lambda topk, outputs: jax.make_jaxpr(  # noqa: E731
-        lambda head, base: dspark_jax.draft_from_logits(
-            head, base, anchors, hidden=hidden, sampling=params, topk=topk, outputs=outputs
+
+    def call(topk, outputs):
+        options = {"hidden": hidden, "sampling": params, "topk": topk, "outputs": outputs}
+        return jax.make_jaxpr(lambda head, base: dspark_jax.draft_from_logits(head, base, anchors, **options))(
+            head, base
         )
-    )(head, base)
+
     for topk, outputs, free in ((9, "candidates", True), (9, "tokens", True), (None, "tokens", False)):
         bodies = list(scan_bodies(call(topk, outputs).jaxpr))
         assert bodies

@@ -134,7 +134,10 @@ def test_released_sizes(tmp_path, release, monkeypatch):
         monkeypatch.setattr(fixtures, key, value)
     monkeypatch.setattr(fixtures, "TAPS", (1, 9, 17, 25, 33))
     monkeypatch.setattr(fixtures, "DEPTH", 36)
-    empty = lambda *shape, **_: ("BF16", np.broadcast_to(ml_dtypes.bfloat16(0), shape))  # noqa: E731
+
+    def empty(*shape, **_):
+        return ("BF16", np.broadcast_to(ml_dtypes.bfloat16(0), shape))
+
     monkeypatch.setattr(fixtures, "bf16", empty)
 
     def write_sparse(path, config, tensors):
@@ -590,7 +593,10 @@ def test_every_lost_reshaped_or_foreign_tensor_is_named(tmp_path, data):
     fixture = data.draw(st.sampled_from(["deepspec-gated", "deepspec-rnn", "deepspec-gemma4", "specforge-early"]))
     path = make(fixture, tmp_path)
     names = sorted(read_file(path / "model.safetensors"))
-    layer = lambda name: re.sub(r"layers\.\d+", "layers.N", name)  # noqa: E731
+
+    def layer(name):
+        return re.sub(r"layers\.\d+", "layers.N", name)
+
     chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4, unique_by=layer))
     ways = [data.draw(st.sampled_from(["lost", "reshaped", "foreign"])) for _ in chosen]
 

@@ -24,6 +24,7 @@ from dspark_jax import (
     stream,
 )
 from dspark_jax.decoding import loop
+from dspark_jax.drafting import steps
 
 TOPK = (1, 32, 2048)  # `dspark-jax sweep` makes the same check for every k it is given
 
@@ -360,3 +361,39 @@ def test_any_target_behind_the_protocol_will_do(tiny):
             last = int(best[last])
             expected.append(last)
         assert tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("topk", [None, 9])
+@pytest.mark.parametrize("temperature", [None, 0.8])
+def test_the_kernels_run_inside_the_loop_and_agree_with_plain_xla(topk, temperature, monkeypatch):
+    """`implementation` reaches the kernels through stream, round and drafter: under "pallas" they are really called."""
+    calls = []
+    for name in ("dense_step", "walk"):
+        original = getattr(steps, name)
+        monkeypatch.setattr(steps, name, lambda original=original, **named: (calls.append(1), original(**named))[1])
+    target, drafter = make_pair()
+    sampling = None if temperature is None else DraftSampling([temperature] * 2, [3, 4], [0, 0])
+    common = {"sampling": sampling, "draft_topk": topk, "max_new_tokens": 9}
+    tokens = {}
+    for implementation in ("xla", "pallas"):
+        out = generate(target, drafter, [[1, 2, 3], [4, 5]], implementation=implementation, **common)
+        tokens[implementation] = [ids.tolist() for ids in out.tokens]
+        assert bool(calls) == (implementation == "pallas")
+    assert tokens["xla"] == tokens["pallas"]
+    with pytest.raises(ValueError, match="implementation: found 'cuda', expected one of xla, pallas"):
+        generate(target, drafter, [[1]], implementation="cuda")
+    with pytest.raises(ValueError, match="implementation: found 'xla', expected None, since there is no drafter"):
+        generate(target, None, [[1]], implementation="xla")
+
+
+def test_events_carry_the_finish_reason():
+    """The event in which a request ends says why; the others say None."""
+    target, drafter = make_pair()
+    for model in (None, drafter):
+        events = list(stream(target, model, [[1, 2, 3], [4, 5]], max_new_tokens=[1, 6]))
+        reasons = [event.finish_reason for event in events]
+        assert [r[0] for r in reasons] == ["length"] + [None] * (len(events) - 1)
+        assert [r[1] for r in reasons] == [None] * (len(events) - 1) + ["length"]
+        stop = int(np.concatenate([e.tokens[1][e.tokens[1] >= 0] for e in events])[2])
+        ended = list(stream(target, model, [[4, 5]], max_new_tokens=6, stop_ids=[stop]))
+        assert ended[-1].finish_reason == ("stop",)

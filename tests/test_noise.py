@@ -334,11 +334,14 @@ def test_case_6_greedy_and_sampled_rows_in_one_batch(topk):
     """Temperatures [0, 1]: row 0 greedy, row 1 as if alone; 0.9e-5 is greedy and 1.1e-5 is not; NaN spreads nowhere."""
     rows = np.broadcast_to(np.where(np.arange(8) % 4 == 1, 1.0, 0.0).astype(np.float32), (16, 6, 8))
     temperature = np.asarray([0, 1, 0.9e-5, 1.1e-5, 1e-30, -1], np.float32)
-    draw = lambda t: np.asarray(  # noqa: E731
-        dspark_jax.draft_from_logits(
-            PLAIN, rows, [0] * 6, sampling=DraftSampling(t, [9] * 6, [4] * 6), topk=topk
-        ).tokens
-    )
+
+    def draw(t):
+        return np.asarray(
+            dspark_jax.draft_from_logits(
+                PLAIN, rows, [0] * 6, sampling=DraftSampling(t, [9] * 6, [4] * 6), topk=topk
+            ).tokens
+        )
+
     tokens, all_sampled = draw(temperature), draw(np.ones(6, np.float32))
     for row in (0, 2, 4, 5):
         assert (tokens[row] == 1).all()  # the lowest id of the two largest
@@ -420,7 +423,10 @@ def test_case_8c_tokens_are_drawn_from_the_stored_values(topk, dtype):
 def test_draws_do_not_depend_on_jax_settings(option, value):
     params = DraftSampling([1.0, 0.7, 0.0], [1, 2, 3], [10, 20, 30])
     rows = np.random.default_rng(6).standard_normal((4, 3, 8)).astype(np.float32)
-    draw = lambda: dspark_jax.draft_from_logits(PLAIN, rows, [0, 1, 2], sampling=params)  # noqa: E731
+
+    def draw():
+        return dspark_jax.draft_from_logits(PLAIN, rows, [0, 1, 2], sampling=params)
+
     expected, before = draw(), getattr(jax.config, option)
     jax.config.update(option, value)
     try:

@@ -347,9 +347,10 @@ def test_cases_21_22_and_26_bad_rows_stay_alone(case, value, where, k, sampling)
     """
     head, (good_rows, bad_rows) = chain_head(), bad_batch(value, where)
     hidden, anchors = make_inputs(4, 3, 4, 6, seed=2)
-    call = lambda rows: draft(  # noqa: E731
-        head, rows, anchors, hidden=hidden, sampling=sampling, topk=k, outputs="logits"
-    )
+
+    def call(rows):
+        return draft(head, rows, anchors, hidden=hidden, sampling=sampling, topk=k, outputs="logits")
+
     good, bad, again = call(good_rows), call(bad_rows), call(good_rows)
     others = [0, 2, 3]
     assert np.asarray(good.valid).all()
@@ -398,9 +399,10 @@ def test_case_23_anchors_outside_the_vocabulary_are_flagged(kind, anchor, k):
     head = chain_head(kind)
     hidden, anchors = make_inputs(4, 3, 4, 6, seed=2)
     anchors = anchors.astype(np.int64)
-    call = lambda anchors: dspark_jax.draft_block(  # noqa: E731
-        head, hidden, anchors, sampling=PARAMS, topk=k, outputs="logits"
-    )
+
+    def call(anchors):
+        return dspark_jax.draft_block(head, hidden, anchors, sampling=PARAMS, topk=k, outputs="logits")
+
     good = call(anchors)
     anchors[2] = anchor
     bad = call(anchors)

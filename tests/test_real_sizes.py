@@ -44,7 +44,9 @@ def abstract_head(V, H, kind="vanilla", softcap=None, Vd=None, dtype=jnp.bfloat1
     )
 
     def make():
-        zeros = lambda *shape: jnp.zeros(shape, dtype)  # noqa: E731
+        def zeros(*shape):
+            return jnp.zeros(shape, dtype)
+
         w1, w2 = zeros(V, R), zeros(Vd, R)
         markov = {
             "vanilla": lambda: VanillaMarkovHead(w1, w2),
@@ -65,9 +67,9 @@ PARAMS = DraftSampling(struct((B,), jnp.float32), struct((B,), jnp.uint32), stru
 
 
 def shapes_of(head, sampling=PARAMS, **options):
-    call = lambda head, hidden, anchors, params: dspark_jax.draft_block(  # noqa: E731
-        head, hidden, anchors, sampling=params, **options
-    )
+    def call(head, hidden, anchors, params):
+        return dspark_jax.draft_block(head, hidden, anchors, sampling=params, **options)
+
     return jax.eval_shape(
         call, head, struct((B, S, head.config.hidden_size), jnp.bfloat16), struct((B,), jnp.int32), sampling
     )

@@ -78,9 +78,12 @@ def test_equals_brute_force():
         tops = [range(int(min(limit[r], S)) + 1 if active[r] else 1) for r in range(B)]
         sums = np.concatenate([np.zeros((B, 1)), np.cumsum(chances, axis=1, dtype=np.float64)], axis=1)
         n = active.sum()
-        value = lambda lengths: (  # noqa: E731
-            (n + sum(sums[r, m] for r, m in enumerate(lengths))) / table[n + sum(lengths) - 1]  # noqa: B023
-        )
+
+        def value(lengths):
+            return (
+                (n + sum(sums[r, m] for r, m in enumerate(lengths))) / table[n + sum(lengths) - 1]  # noqa: B023
+            )
+
         best = max(value(lengths) for lengths in itertools.product(*tops))
         assert value(found) >= best * (1 - 1e-6), (i, found)
         different += 0 < found.sum() < sum(t.stop - 1 for t in tops)

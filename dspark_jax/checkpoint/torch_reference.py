@@ -54,7 +54,10 @@ class TorchSource:
 
     def facts(self) -> dict[str, Any]:
         """Return block_size, mask_token_id and target_layer_ids, found by their keys wherever they stand."""
-        get = lambda *keys: next((v for key in keys if (v := find_key(self.config, key)) is not None), None)  # noqa: E731
+
+        def get(*keys: str) -> Any:
+            return next((v for key in keys if (v := find_key(self.config, key)) is not None), None)
+
         ids = get("dspark_target_layer_ids", "target_layer_ids")
         if ids is None:  # these count the embedding's output as number 0
             shifted = get("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")

@@ -10,6 +10,7 @@ import statistics
 import time
 from typing import Any
 
+from .options import add_implementation
 from .text import read_tokenizer
 
 CALLS = 20  # timed calls after warm-up; their median is shown
@@ -30,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--draft-topk", type=int, metavar="K", help="candidates per step (default: the whole vocabulary)"
     )
+    add_implementation(parser)
     parser.add_argument("--temperature", type=float, metavar="T", help="sample at this temperature (default: greedy)")
     parser.add_argument(
         "--seed", type=int, default=None, metavar="N", help="seed of block 0; block i takes N + i (default: 0)"
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         logits_dtype=args.logits_dtype,
         min_confidence=args.min_confidence,
     )
-    block, measured = _draft_and_time(head, config, hidden, anchors, sampling)
+    block, measured = _draft_and_time(head, config, hidden, anchors, sampling, args.implementation)
     dense = None
     if config.draft_topk is not None:
         options = {"sampling": sampling, "logits_dtype": config.logits_dtype}
@@ -132,13 +134,15 @@ def _read_recorded(path: str) -> tuple[Any, Any, Any]:
     return hidden, anchors, positions
 
 
-def _draft_and_time(head: Any, config: Any, hidden: Any, anchors: Any, sampling: Any) -> tuple[Any, dict[str, Any]]:
+def _draft_and_time(
+    head: Any, config: Any, hidden: Any, anchors: Any, sampling: Any, implementation: str | None
+) -> tuple[Any, dict[str, Any]]:
     """Return the drafted block, and median milliseconds per call and bytes of temporaries of the compiled program."""
     import jax
 
     import dspark_jax
 
-    draft = dspark_jax.make_draft_fn(config)
+    draft = dspark_jax.make_draft_fn(config, implementation=implementation)
     buffer = dspark_jax.make_buffer(head, config, hidden.shape[0])
     memory = draft.lower(head, hidden, anchors, sampling, buffer).compile().memory_analysis()
     hidden = jax.device_put(hidden)

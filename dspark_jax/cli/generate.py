@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from .options import add_implementation
 from .text import TextStream, load_tokenizer, read_stop_ids
 
 MARKS = {"color": ("\x1b[32m", "\x1b[0m"), "brackets": ("⟦", "⟧"), "none": ("", "")}
@@ -28,6 +29,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--draft-topk", type=int, metavar="K", help="candidates per draft step (default: all)")
+    add_implementation(parser)
     parser.add_argument("--num-speculative-tokens", type=int, metavar="S", help="default: the checkpoint's")
     parser.add_argument("--min-confidence", type=float, metavar="C", help="verify a draft up to this confidence")
     parser.add_argument("--top-k", type=int, metavar="K", help="restrict the target to its K likeliest tokens")
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "draft_topk": args.draft_topk,
         "num_speculative_tokens": args.num_speculative_tokens,
         "min_confidence": args.min_confidence,
+        "implementation": args.implementation,
     }
     style = ("color" if sys.stdout.isatty() else "brackets") if args.mark == "auto" else args.mark
     before, after = MARKS[style]

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from .options import add_implementation
 from .progress import progress
 from .text import read_prompts, read_stop_ids
 
@@ -26,6 +27,7 @@ def add_parser(subparsers: Any) -> None:
         help='JSON lines: {"turns": [texts]} (tokenised as they are) or {"prompt_ids": [token ids]}',
     )  # fmt: skip
     parser.add_argument("--draft-topk", default=TOPK, metavar="LIST", help=f"k, and off for dense (default: {TOPK})")
+    add_implementation(parser)
     parser.add_argument("--temperatures", default="0,1", metavar="LIST", help="default: 0,1")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per prompt above temperature 0")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="per turn (default: 64)")
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             max_new_tokens=args.max_new_tokens,
             batch_size=args.batch_size,
             num_speculative_tokens=args.num_speculative_tokens,
+            implementation=args.implementation,
             stop_ids=None if args.ignore_eos else read_stop_ids(args.target),
             advance=advance,
         )

@@ -177,7 +177,10 @@ def reliability(
     index = np.minimum((p * bins).astype(np.int64), bins - 1)
     count = np.bincount(index, minlength=bins)
     used = count > 0
-    mean = lambda values: np.bincount(index, weights=values, minlength=bins)[used] / count[used]  # noqa: E731
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        return np.bincount(index, weights=values, minlength=bins)[used] / count[used]
+
     return mean(p), mean(records.survived(step)[seen].astype(np.float64)), count[used] / max(count.sum(), 1)
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 from ..checks import check_int, invalid
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["tokens", "seconds"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CostTable:
     """Measured target steps, at least one: seconds[i] for a step of tokens[i] tokens. A pytree; see `make` and `load`.

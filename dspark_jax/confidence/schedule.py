@@ -14,7 +14,6 @@ keeps verification lossless: picking the best m of all would let later tokens de
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -103,7 +102,7 @@ def _confidence_logits(block: DraftBlock) -> jax.Array:
     return block.confidence_logits
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["costs", "temperatures"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefixScheduler:
     """Algorithm 1 as a policy: `scheduler(block, active)` gives the `num_draft` of verify_block. A pytree; see `make`.
@@ -139,7 +138,7 @@ def _schedule(scheduler: PrefixScheduler, logits: jax.Array, limit: jax.Array, a
     return admit(survival(calibrated_confidence(logits, scheduler.temperatures)), limit, active, scheduler.costs)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["threshold", "temperatures"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ThresholdPolicy:
     """The static policy: verify a block up to its first step whose survival is below a threshold. A pytree; see `make`.

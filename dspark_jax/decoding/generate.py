@@ -28,6 +28,8 @@ class RoundEvent:
         num_draft, num_accepted, committed: int32 [B], see loop.Round.
         confidence_logits: float32 [B, S], or None.
         active: bool [B], the requests that took part.
+        finish_reason: B entries, why a request ended in this round: "length", "stop", "invalid" (the target gave NaN or
+            no finite value), or None for one that goes on or had ended before.
         seconds: wall time of the round.
     """
 
@@ -37,6 +39,7 @@ class RoundEvent:
     committed: np.ndarray
     confidence_logits: np.ndarray | None
     active: np.ndarray
+    finish_reason: tuple[str | None, ...]
     seconds: float
 
 
@@ -86,12 +89,7 @@ def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence
     first, rounds = events[0], events[1:]
     batch = len(prompts)
     tokens = [np.concatenate([e.tokens[b][e.tokens[b] >= 0] for e in events]) for b in range(batch)]
-    stops = stop_sets(options.get("stop_ids"), batch)
-    limit = np.broadcast_to(np.asarray(options.get("max_new_tokens", 128)), (batch,))
-    reasons = []
-    for b, ids in enumerate(tokens):
-        done = "stop" if len(ids) and int(ids[-1]) in stops[b] else "length" if len(ids) >= limit[b] else "invalid"
-        reasons.append(done)
+    reasons = [next(reason for e in events if (reason := e.finish_reason[b]) is not None) for b in range(batch)]
 
     def stacked(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.stack([getattr(e, name) for e in rounds]) if rounds else np.zeros((0, *shape), dtype)
@@ -162,19 +160,34 @@ def stream(
         target, drafter, prompts, options, sampling=sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids,
         target_filter=target_filter, capacity=capacity,
     )  # fmt: skip
-    tokens, still_active = jax.device_get((first, state.active))
+    tokens, still_active, left = jax.device_get((first, state.active, state.remaining))
+    stops = stop_sets(stop_ids, batch)
     nothing = np.zeros(batch, np.int32)
     committed = (tokens >= 0).sum(axis=1, dtype=np.int32)
-    yield RoundEvent(tokens, nothing, nothing, committed, None, active, time.perf_counter() - clock)
+    reasons = _finish_reasons(tokens, active, still_active, left, stops)
+    yield RoundEvent(tokens, nothing, nothing, committed, None, active, reasons, time.perf_counter() - clock)
     while (active := still_active).any():
         clock = time.perf_counter()
         if drafter is None:
             state, done = loop.plain_round(target, state, options=options)
         else:
             state, done = loop.speculative_round(target, drafter, state, threshold, scheduler, options=options)
-        done, still_active = jax.device_get((done, state.active))
+        done, still_active, left = jax.device_get((done, state.active, state.remaining))
         fields = {field.name: getattr(done, field.name) for field in dataclasses.fields(done)}
-        yield RoundEvent(**fields, active=active, seconds=time.perf_counter() - clock)
+        reasons = _finish_reasons(done.tokens, active, still_active, left, stops)
+        yield RoundEvent(**fields, active=active, finish_reason=reasons, seconds=time.perf_counter() - clock)
+
+
+def _finish_reasons(
+    tokens: np.ndarray, before: np.ndarray, after: np.ndarray, left: np.ndarray, stops: list[set[int]]
+) -> tuple[str | None, ...]:
+    """Return why each request ended between `before` and `after` (active, bool [B]); None for those that did not."""
+    reasons: list[str | None] = []
+    for b, row in enumerate(tokens):
+        last = row[row >= 0][-1:].tolist()
+        reason = "stop" if last and last[0] in stops[b] else "length" if left[b] == 0 else "invalid"
+        reasons.append(reason if before[b] and not after[b] else None)
+    return tuple(reasons)
 
 
 # `generate` hands its options on; tools and readers see those of `stream`.

@@ -44,14 +44,7 @@ class LoopOptions:
     rule: str = "token"
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "target_cache", "context", "features", "anchor", "position", "remaining", "active", "temperature", "seed",
-        "stop_ids", "target_filter",
-    ],
-    meta_fields=[],
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
     """Everything about B requests in flight. Every array has the batch as its leading axis.
@@ -79,11 +72,7 @@ class DecodeState:
     target_filter: TargetFilter | None
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "num_draft", "num_accepted", "committed", "confidence_logits"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Round:
     """What one round did.

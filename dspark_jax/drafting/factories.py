@@ -116,7 +116,7 @@ def make_draft_fn(config: DraftConfig, *, implementation: str | None = None) -> 
             raise invalid("buffer", type(buffer).__name__, wanted)
         if buffered:
             _check_buffer("buffer.logits", buffer.logits, (S, B, head.config.vocab_size), options.logits_dtype)
-            _check_buffer("buffer.ids", buffer.ids, (S, B, options.topk), jnp.dtype(jnp.int32))
+            _check_buffer("buffer.ids", buffer.ids, (S, B, options.topk or 0), jnp.dtype(jnp.int32))
         threshold = check_threshold(head, config.min_confidence, has_hidden=True)
         return program, (head, hidden, anchor, draw, buffer, threshold), options
 

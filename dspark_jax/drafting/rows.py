@@ -49,9 +49,9 @@ class DenseRows:
         score = logits
         if sampling is not None:
             # Without the barrier XLA hoists a [B, Vd] part of the generator out of the scan and keeps it.
-            sampling, step = lax.optimization_barrier((sampling, step))
+            held, step = lax.optimization_barrier((sampling, step))
             ids = jnp.arange(logits.shape[1], dtype=jnp.int32) if self.target_ids is None else self.target_ids
-            score = draw_scores(logits, ids[None], step, sampling)
+            score = draw_scores(logits, ids[None], step, held)
         slot = noise.choose(score)
         return slot if self.target_ids is None else self.target_ids[slot]
 

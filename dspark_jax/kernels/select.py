@@ -138,7 +138,10 @@ def pick_xla(x: jax.Array, k: int, groups: jax.Array | None = None, size: int = 
     keep = above | (tie & (jnp.cumsum(tie, axis=1, dtype=jnp.int32) <= needed))
     slot = jnp.where(keep, jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1, k)
     row = lax.broadcasted_iota(jnp.int32, slot.shape, 0)
-    place = lambda v: jnp.zeros((R, k), v.dtype).at[row, slot].set(v, mode="drop", unique_indices=True)  # noqa: E731
+
+    def place(v: jax.Array) -> jax.Array:
+        return jnp.zeros((R, k), v.dtype).at[row, slot].set(v, mode="drop", unique_indices=True)
+
     return place(keys), place(ids)
 
 

@@ -37,7 +37,7 @@ def pallas_call(
         grid: the programs.
         aliases: name of an operand (one array) -> name of the result that takes its memory.
     """
-    parameters = {}
+    parameters: dict[str, Any] = {}
     if not interpret:
         from jax.experimental.pallas import triton
 

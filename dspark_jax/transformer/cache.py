@@ -8,7 +8,6 @@ masks hide and later writes replace: rejecting drafts costs nothing but a smalle
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from ..checks import check_int
 from .geometry import BackboneConfig
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["keys", "values"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
     """Keys and values of L layers, after norms and rotation.
@@ -62,11 +61,11 @@ def make_kv_cache(config: BackboneConfig, batch: int, capacity: int, dtype: Any)
     """Return an empty cache (zeros) for a stack of layers."""
     batch, capacity = check_int("batch", batch, 1), check_int("capacity", capacity, 1)
     shape = (batch, capacity, config.num_kv_heads, config.head_dim)
-    zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))  # noqa: E731
-    return KVCache(zeros(), zeros())
+    keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
+    return KVCache(keys, values)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["kv", "lengths"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ContextCache:
     """A drafter's memory of the accepted context: keys and values of the projected target features.

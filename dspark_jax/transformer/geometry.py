@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..checks import check_bool, check_choice, check_float, check_int, invalid
@@ -59,7 +60,7 @@ class BackboneConfig:
 
     def __post_init__(self) -> None:
         """Check every field; the errors name the field, the value found and what was expected."""
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put = partial(object.__setattr__, self)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in sizes:
             put(name, check_int(name, getattr(self, name), 1))

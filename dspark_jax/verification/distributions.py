@@ -41,7 +41,10 @@ class TargetDistribution:
         if target_filter is not None:
             allowed = target_filter.allowed
             allowed = allowed[:, None] if allowed is not None and allowed.ndim == 2 else allowed
-            thin = lambda x: None if x is None else x[:, None, None]  # noqa: E731
+
+            def thin(x: jax.Array | None) -> jax.Array | None:
+                return None if x is None else x[:, None, None]
+
             filters = (target_filter.min_p, target_filter.top_k, target_filter.top_p)
             target_filter = TargetFilter(None, *map(thin, filters))
         values = temper(logits, temperature[:, None, None], allowed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ LARGEST = float(jnp.finfo(jnp.float32).max)
 _SIGN = np.uint32(1 << 31)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["allowed", "min_p", "top_k", "top_p"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TargetFilter:
     """What each request's target is restricted to; None leaves a filter out. Greedy rows read `allowed` only.
@@ -45,7 +45,7 @@ class TargetFilter:
     top_p: jax.Array | None = None
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["top", "cut", "log_mass"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowSummary:
     """All that is needed of rows [..., V] to turn any of their values into a probability; each field is [..., 1].

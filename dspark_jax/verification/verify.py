@@ -11,6 +11,7 @@ The rule "target_only" accepts with probability p_s(x_s) and leaves q out; it is
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,11 +33,7 @@ from .inputs import coerce_num_draft, coerce_q, coerce_stop
 RULES = ("token", "target_only")
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["num_accepted", "tokens", "accept_prob", "logprobs", "valid", "stopped"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verified:
     """What a verified block commits.
@@ -108,7 +105,10 @@ def verify(
     rows = jnp.arange(S + 1, dtype=jnp.int32)[None]
     valid = (row_is_valid(target_logits) | (rows > n[:, None])).all(axis=1) & (p_row > 0).any(axis=1)
     end = accepted[:, None]
-    fill = lambda x, value: jnp.concatenate([x, jnp.full((B, 1), value, x.dtype)], axis=1)  # noqa: E731
+
+    def fill(x: jax.Array, value: float) -> jax.Array:
+        return jnp.concatenate([x, jnp.full((B, 1), value, x.dtype)], axis=1)
+
     committed = jnp.where(rows < end, fill(tokens, -1), jnp.where(rows == end, last[:, None], -1))
     committed = jnp.where(valid[:, None], committed, -1)
     committed, stopped = _cut_after_stop(committed, stop_ids)
@@ -135,7 +135,10 @@ def _cut_after_stop(tokens: jax.Array, stop_ids: jax.Array | None) -> tuple[jax.
 
 def _slice_requests(block: DraftBlock, rest: Any, start: jax.Array, size: int) -> tuple[DraftBlock, Any]:
     """Cut `size` requests from `start` on out of a block (its large arrays are step-major) and batch-major arrays."""
-    cut = lambda axis: lambda x: lax.dynamic_slice_in_dim(x, start, size, axis)  # noqa: E731
+
+    def cut(axis: int) -> Callable[[jax.Array], jax.Array]:
+        return partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=axis)
+
     fields = {f.name: getattr(block, f.name) for f in dataclasses.fields(block) if f.name != "method"}
     wide = ("logits", "candidate_ids", "candidate_logits")
     fields = {name: jax.tree.map(cut(1 if name in wide else 0), value) for name, value in fields.items()}
