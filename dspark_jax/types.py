@@ -1,7 +1,17 @@
-"""What goes into and comes out of drafting. The notation of all docstrings:
+"""Notation, the shapes of arrays as types, and the results that go into and come out of drafting.
 
-S draft steps, B requests, V target vocabulary, Vd draft vocabulary, H hidden size, r Markov rank, k candidates.
-Inside the package arrays are step-major [S, B, ...]; callers see small arrays batch-major [B, S].
+Every docstring and annotation counts in these letters:
+
+    S  draft steps of a block          V   target vocabulary          H  hidden size
+    B  requests of a batch             Vd  draft vocabulary           r  rank of the Markov head
+    k  candidates of a top-k draft     n   columns of a row: V, Vd or k, whichever it has
+    R  rows of the target, S + 1       T   tokens per request         N, D  attention heads, their size
+    C  slots of a cache                W   width of the target's concatenated taps
+
+`StepLogits = Float[Array, "S B V"]` is a float array of any width with three axes; within one call the same letter is
+the same number, so swapped axes are refused wherever their sizes differ. Annotations cost nothing at run time; only the
+tests check them (tests/conftest.py). Inside the package arrays are step-major [S, B, ...]; callers see small
+arrays batch-major [B, S].
 """
 
 from __future__ import annotations
@@ -10,6 +20,57 @@ import dataclasses
 from typing import Any
 
 import jax
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt, UInt32
+
+# One number, or numbers of any shape.
+Scalar = Float32[Array, ""]  # a threshold, a total
+Index = Int32[Array, ""]  # a step, an offset
+Floats = Float[Array, "..."]  # elementwise functions
+Words = UInt32[Array, "..."]  # bits of the generator
+Keys = UInt[Array, "..."]  # order-preserving integers of floats, as wide as they
+
+# Per request.
+RequestFloats = Float32[Array, "B"]  # temperatures
+RequestSeeds = UInt32[Array, "B"]  # seeds of the generator
+RequestInts = Int32[Array, "B"]  # anchors, positions, lengths, one token each
+RequestFlags = Bool[Array, "B"]  # valid, active, stopped
+
+# Per request and step, batch-major as callers see them, and step-major as the scan makes them.
+Tokens = Int32[Array, "B S"]  # drafted or previous tokens, target ids
+Flags = Bool[Array, "B S"]  # something said of each drafted token
+Confidence = Float32[Array, "B S"]  # logits or probabilities of acceptance
+Hidden = Float[Array, "B S H"]  # hidden states of the draft slots
+StepTokens = Int32[Array, "S B"]  # drafted or previous tokens, target ids
+StepFlags = Bool[Array, "S B"]  # valid steps
+StepConfidence = Float32[Array, "S B"]  # logits of acceptance
+StepHidden = Float[Array, "S B H"]  # hidden states of the draft slots
+
+# Rows of logits.
+StepLogits = Float[Array, "S B V"]  # rows over the target vocabulary
+DraftLogits = Float[Array, "S B Vd"]  # rows over the draft vocabulary
+StepRows = Float[Array, "S B n"]  # rows of n columns
+CandidateLogits = Float[Array, "S B k"]  # the candidates' logits
+CandidateIds = Int32[Array, "S B k"]  # the candidates' ids
+TargetLogits = Float[Array, "B R V"]  # the target's rows
+Committed = Int32[Array, "B R"]  # committed tokens, padded with -1
+RequestRows = Float[Array, "B n"]  # one row per request
+RowIds = Int32[Array, "B n"]  # ids of such a row's columns
+
+# Weights of the head, stored [out, in], and what lies between them.
+LmHead = Float[Array, "Vd H"]  # rows of the base logits
+MarkovW1 = Float[Array, "V r"]  # embedding of the previous token
+MarkovW2 = Float[Array, "Vd r"]  # rows of the bias
+TargetIds = Int32[Array, "Vd"]  # the target id of each draft id
+Latents = Float[Array, "B r"]  # z, or the embedding e, of one step
+StepLatents = Float[Array, "S B r"]  # z or e of all steps
+
+# Transformer layers.
+Sequences = Int32[Array, "B T"]  # token ids or positions
+Features = Float[Array, "B T W"]  # the target's taps
+Activations = Float[Array, "B T H"]  # the residual stream
+HeadStates = Float[Array, "B T N D"]  # queries, keys or values
+CachedStates = Float[Array, "B C N D"]  # keys or values of all slots
+Visible = Bool[Array, "B 1 T C"]  # the slots that each token sees
 
 
 @jax.tree_util.register_dataclass
@@ -45,17 +106,17 @@ class DraftBlock:
             softmax(logits / temperature) (one-hot in rows with a temperature below 1e-5).
     """
 
-    tokens: jax.Array
-    num_draft: jax.Array
-    valid: jax.Array
-    confidence_logits: jax.Array | None = None
-    logits: jax.Array | None = None
-    candidate_ids: jax.Array | None = None
-    candidate_logits: jax.Array | None = None
+    tokens: Tokens
+    num_draft: RequestInts
+    valid: RequestFlags
+    confidence_logits: Confidence | None = None
+    logits: StepLogits | None = None
+    candidate_ids: CandidateIds | None = None
+    candidate_logits: CandidateLogits | None = None
     method: str = dataclasses.field(metadata={"static": True})
 
     @property
-    def confidence(self) -> jax.Array | None:
+    def confidence(self) -> Confidence | None:
         """Conditional probability [B, S] that the target accepts each step, float32 (sigmoid of confidence_logits)."""
         return None if self.confidence_logits is None else jax.nn.sigmoid(self.confidence_logits)
 
@@ -70,5 +131,5 @@ class DraftBuffer:
         ids: int32 [S, B, k], target ids of the columns written by the last call; distinct within a row.
     """
 
-    logits: jax.Array
-    ids: jax.Array
+    logits: StepLogits
+    ids: CandidateIds
