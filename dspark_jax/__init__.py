@@ -13,7 +13,9 @@ from . import head_kinds
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .checkpoint.load import load_drafter as load_drafter
     from .checkpoint.load import load_head as load_head
+    from .checkpoint.load import load_target as load_target
     from .confidence.calibration import Calibration as Calibration
     from .confidence.calibration import fit_calibration as fit_calibration
     from .confidence.calibration import load_calibration as load_calibration
@@ -31,12 +33,10 @@ if TYPE_CHECKING:
     from .drafting.api import draft_from_logits as draft_from_logits
     from .drafting.api import teacher_forced_logits as teacher_forced_logits
     from .drafting.drafter import Drafter as Drafter
-    from .drafting.drafter import load_drafter as load_drafter
     from .drafting.factories import make_buffer as make_buffer
     from .drafting.factories import make_draft_fn as make_draft_fn
     from .drafting.factories import make_draft_from_logits_fn as make_draft_from_logits_fn
     from .transformer.target import Target as Target
-    from .transformer.target import load_target as load_target
     from .types import DraftBlock as DraftBlock
     from .types import DraftBuffer as DraftBuffer
     from .types import DraftSampling as DraftSampling
@@ -66,9 +66,9 @@ _HOMES = {
     "fit_calibration": "confidence.calibration",
     "generate": "decoding.generate",
     "load_calibration": "confidence.calibration",
-    "load_drafter": "drafting.drafter",
+    "load_drafter": "checkpoint.load",
     "load_head": "checkpoint.load",
-    "load_target": "transformer.target",
+    "load_target": "checkpoint.load",
     "make_buffer": "drafting.factories",
     "make_draft_fn": "drafting.factories",
     "make_draft_from_logits_fn": "drafting.factories",

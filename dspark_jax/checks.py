@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import numbers
-import os
-from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
 LARGEST, SMALLEST = 3.4e38, 1.2e-38  # of float32, without subnormal numbers
@@ -86,34 +83,3 @@ def check_min_confidence(value: object) -> float | None:
     if not 0 <= number <= 1:
         raise invalid("min_confidence", value, "a number from 0 to 1")
     return number
-
-
-def parse_json_object(path: str, text: bytes) -> dict[str, Any]:
-    """Parse a JSON object; a repeated key is an error, since readers disagree on which value counts."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            repeated = next(key for key in result if keys.count(key) > 1) if len(keys) < 10_000 else "?"
-            raise ValueError(f"key {repeated!r} is given twice")
-        return result
-
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise ValueError(f"{path}: not valid JSON ({str(error)[:200]})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: found {type(value).__name__}, expected a JSON object")
-    return value
-
-
-def read_json_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read config.json of a checkpoint directory as raw JSON (never through a model class, which rewrites fields)."""
-    path = os.path.join(directory, "config.json")
-    try:
-        with open(path, "rb") as file:
-            text = file.read()
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file; a checkpoint directory holds config.json") from None
-    return parse_json_object(path, text)

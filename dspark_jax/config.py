@@ -130,77 +130,24 @@ class DSparkConfig:
         return min(self.Vd, self.vocab_size)
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> DSparkConfig:
-        """Read the DeepSpec layout of config.json: flat keys, or nested once in `dspark_config`.
+    def from_flat(cls, flat: Mapping[str, Any]) -> DSparkConfig:
+        """Read a flat config of canonical keys (what checkpoint/family/read_config.py makes of any config.json).
 
         Raises:
-            ValueError: a field is missing, out of range, or given twice with different values.
+            ValueError: a field is missing or out of range.
         """
-        get = _Lookup(raw)
-        rank = check_int("markov_rank", get("markov_rank", 0), 0)
-        confidence = check_bool("enable_confidence_head", get("enable_confidence_head", False))
-        with_markov = get("confidence_head_with_markov", False)
-        if with_markov is True and rank == 0:
+        given = {field.name: flat[field.name] for field in dataclasses.fields(cls) if flat.get(field.name) is not None}
+        for name in ("vocab_size", "hidden_size", "block_size", "mask_token_id"):
+            if name not in given:
+                raise invalid(name, None, "a value in the config.json of a DSpark drafter")
+        rank = check_int("markov_rank", given.get("markov_rank", 0), 0)
+        confidence = check_bool("enable_confidence_head", given.get("enable_confidence_head", False))
+        with_markov = check_bool("confidence_head_with_markov", given.get("confidence_head_with_markov", False))
+        if with_markov and rank == 0:
             raise invalid("confidence_head_with_markov", True, "false, since markov_rank is 0 (there is no markov_w1)")
-        return cls(
-            vocab_size=get.required("vocab_size"),
-            hidden_size=get.required("hidden_size"),
-            block_size=get.required("block_size"),
-            mask_token_id=get.required("mask_token_id"),
-            draft_vocab_size=get("draft_vocab_size"),
-            markov_rank=rank,
-            markov_head_type=get("markov_head_type", "vanilla") if rank else None,
-            enable_confidence_head=confidence,
-            confidence_head_with_markov=check_bool("confidence_head_with_markov", with_markov) and confidence,
-            final_logit_softcapping=get("final_logit_softcapping"),
-            logit_scale=get("logit_scale", 1.0),
-            sample_from_anchor=get("sample_from_anchor", True),
-            target_layer_ids=get("target_layer_ids", ()),
-            num_target_layers=get("num_target_layers"),
-            rope_theta=read_rope_theta(raw),
-            dtype=get("dtype", raw.get("torch_dtype")),
-        )
-
-
-class _Lookup:
-    """Reads keys from the top level of config.json and from a nested `dspark_config`; null counts as absent."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        nested = raw.get("dspark_config") or {}
-        if not isinstance(nested, Mapping):
-            raise invalid("dspark_config", nested, "an object")
-        self.flat, self.nested = raw, nested
-
-    def __call__(self, key: str, default: Any = None) -> Any:
-        outer, inner = self.flat.get(key), self.nested.get(key)
-        if outer is not None and inner is not None and outer != inner:
-            raise invalid(key, outer, f"the value {inner!r} that dspark_config has, or the key in one place only")
-        value = inner if outer is None else outer
-        return default if value is None else value
-
-    def required(self, key: str) -> Any:
-        value = self(key)
-        if value is None:
-            raise invalid(key, None, "a value in the config.json of a DSpark drafter")
-        return value
-
-
-def read_rope_theta(raw: Mapping[str, Any]) -> float | None:
-    """Read the rotary base from `rope_theta` or `rope_parameters` (flat or per layer type); a conflict is an error."""
-    parameters = raw.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise invalid("rope_parameters", parameters, "an object")
-    if isinstance(parameters.get("full_attention"), Mapping):
-        parameters = parameters["full_attention"]
-    nested, flat = parameters.get("rope_theta"), raw.get("rope_theta")
-    if nested is not None and flat is not None and nested != flat:
-        raise invalid(
-            "rope_theta", flat, f"the value {nested!r} that rope_parameters has, or the key in one place only"
-        )
-    value = flat if nested is None else nested
-    return (
-        None if value is None else check_float("rope_theta", value, above=0, expected="a number > 0 that float32 holds")
-    )
+        given["confidence_head_with_markov"] = with_markov and confidence
+        given["markov_head_type"] = given.get("markov_head_type", "vanilla") if rank else None
+        return cls(**given)
 
 
 @dataclasses.dataclass(frozen=True)

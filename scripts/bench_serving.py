@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import DraftSampling, load_drafter, load_target, noise
-from dspark_jax.cli.progress import progress
 from dspark_jax.cli.text import read_prompts
 from dspark_jax.decoding import loop
 from dspark_jax.decoding.inputs import prepare_options, start
 from dspark_jax.drafting import candidates
 from dspark_jax.drafting.drafter import propose_block
 from dspark_jax.drafting.heads import bias, bias_at
+from dspark_jax.progress import progress
 from dspark_jax.verification.verify import verify
 
 CHECKPOINTS = pathlib.Path(__file__).resolve().parent.parent / "checkpoints"

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dspark_jax.checkpoint.load import load_drafter, load_target
 from dspark_jax.confidence.records import Records
 from dspark_jax.decoding.generate import generate
-from dspark_jax.drafting.drafter import Drafter, load_drafter
-from dspark_jax.transformer.target import Target, load_target
+from dspark_jax.drafting.drafter import Drafter
+from dspark_jax.transformer.target import Target
 from dspark_jax.types import DraftSampling
 
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from dspark_jax.drafting.drafter import load_drafter
-from dspark_jax.transformer.target import load_target
+from dspark_jax.checkpoint.load import load_drafter, load_target
 
 CHECKPOINTS = pathlib.Path(__file__).resolve().parent.parent / "checkpoints"
 

@@ -8,7 +8,8 @@ import pytest
 from helpers import CHECKPOINTS, GOLDENS, KINDS, read
 from tiny import block_hidden, make_drafter, random_features, raw_config
 
-from dspark_jax.drafting.drafter import load_drafter
+from dspark_jax.checkpoint.family.read_config import flatten
+from dspark_jax.checkpoint.load import load_drafter
 from dspark_jax.transformer.cache import make_kv_cache
 from dspark_jax.transformer.geometry import BackboneConfig
 from dspark_jax.transformer.layers import rope_frequencies, visible
@@ -100,7 +101,7 @@ def test_visible_slots():
 
 
 def test_proportional_rope_rotates_a_quarter_of_the_pairs():
-    config = BackboneConfig.from_dict(raw_config("gemma4", global_head_dim=16))
+    config = BackboneConfig.from_flat(raw_config("gemma4", global_head_dim=16))
     expected = [100.0 ** (-2 * i / 16) if i < 2 else 0.0 for i in range(8)]
     np.testing.assert_allclose(rope_frequencies(config), expected, rtol=1e-6)
 
@@ -128,24 +129,24 @@ def test_writes_beyond_the_capacity_are_dropped_not_wrapped():
 )
 def test_bad_geometry_is_refused(fields, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
-        BackboneConfig.from_dict(raw_config(**fields))
+        BackboneConfig.from_flat(raw_config(**fields))
 
 
 def test_gemma4_experts_are_refused():
     with pytest.raises(ValueError, match="enable_moe_block: found True"):
-        BackboneConfig.from_dict(raw_config("gemma4", enable_moe_block=True))
+        BackboneConfig.from_flat(raw_config("gemma4", enable_moe_block=True))
 
 
 def test_geometry_is_read_from_every_place():
     nested = raw_config()
     moved = ("num_", "hidden", "inter", "head", "vocab", "rope")
     layer = {key: nested.pop(key) for key in list(nested) if key.startswith(moved)}
-    config = BackboneConfig.from_dict(nested | {"transformer_layer_config": layer})
-    assert config == BackboneConfig.from_dict(raw_config())
-    assert BackboneConfig.from_dict(raw_config(dflash_config={"causal": True})).causal
+    config = BackboneConfig.from_flat(flatten(nested | {"text_config": layer}, "deepspec"))
+    assert config == BackboneConfig.from_flat(raw_config())
+    assert BackboneConfig.from_flat(flatten(raw_config(dflash_config={"causal": True}), "specforge")).causal
     window = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-    sliding = BackboneConfig.from_dict(raw_config(**window, sliding_window_non_causal=False))
+    sliding = BackboneConfig.from_flat(raw_config(**window, sliding_window_non_causal=False))
     assert (sliding.windows, sliding.causal) == ((8, None), True)
-    assert not BackboneConfig.from_dict(raw_config(**window)).causal
+    assert not BackboneConfig.from_flat(raw_config(**window)).causal
     released = json.loads((CHECKPOINTS / "dspark-vanilla" / "config.json").read_text())
-    assert BackboneConfig.from_dict(released).windows == (None, None)
+    assert BackboneConfig.from_flat(released).windows == (None, None)

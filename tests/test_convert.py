@@ -22,8 +22,8 @@ import dspark_jax
 from dspark_jax import load_head
 from dspark_jax.checkpoint import convert, hub, inspect, open_checkpoint
 from dspark_jax.checkpoint.inspect import to_text
+from dspark_jax.checkpoint.load import load_drafter
 from dspark_jax.cli import main
-from dspark_jax.drafting.drafter import load_drafter
 
 V, VD, H, R, TAPS = (getattr(fixtures, name) for name in ("V", "VD", "H", "R", "TAPS"))
 REPRESENTATIVES = ("deepspec-rnn", "speculators-reduced", "deepseek-v4", "deepspec-gemma4")
@@ -435,7 +435,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
 
     module = sys.modules["dspark_jax.checkpoint.convert"]
 
-    def interrupted(path, value):
+    def interrupted(path, value, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "write_json", interrupted)
@@ -634,7 +634,7 @@ def test_missing_orbax_is_said_clearly(tmp_path, monkeypatch):
 
 
 def test_the_progress_bar_appears_after_a_second(monkeypatch):
-    from dspark_jax.checkpoint import progress
+    from dspark_jax import progress
 
     class Terminal(io.StringIO):
         def isatty(self):

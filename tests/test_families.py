@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dspark_jax.checkpoint import inspect, open_checkpoint
-from dspark_jax.checkpoint.family import families
+from dspark_jax.checkpoint.family import table as families
 from dspark_jax.checkpoint.hub import needed_shards
 from dspark_jax.checkpoint.inspect import to_text
 from dspark_jax.config import DSparkConfig
@@ -288,10 +288,10 @@ def test_causality_of_speculators(tmp_path):
         config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
 
     path = change_config(make("speculators-full", tmp_path), change)
-    geometry = BackboneConfig.from_dict(open_checkpoint(path).flat)
+    geometry = BackboneConfig.from_flat(open_checkpoint(path).flat)
     assert (geometry.causal, geometry.windows) == (True, (16, 16))
     change_config(path, sliding_window_non_causal=True)
-    assert not BackboneConfig.from_dict(open_checkpoint(path).flat).causal
+    assert not BackboneConfig.from_flat(open_checkpoint(path).flat).causal
 
 
 def test_labels_do_not_decide(tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dspark_jax.checkpoint.storage.header import DTYPES, MAX_HEADER, read_header
-from dspark_jax.checkpoint.storage.read import TensorFiles
+from dspark_jax.checkpoint.storage.tensor_files import TensorFiles
 
 F4 = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
 

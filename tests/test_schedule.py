@@ -261,6 +261,9 @@ def test_bad_cost_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not valid JSON"):
         CostTable.load(tmp_path / "broken.json")
     (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(ValueError, match="found list, expected a JSON object"):
+        CostTable.load(tmp_path / "other.json")
+    (tmp_path / "other.json").write_text('{"tokens": [1]}')
     with pytest.raises(ValueError, match="`tokens` and `sps`"):
         CostTable.load(tmp_path / "other.json")
 

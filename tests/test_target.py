@@ -9,7 +9,8 @@ import pytest
 from helpers import CHECKPOINTS, GOLDENS
 from tiny import make_target, target_config, target_weights, write_model
 
-from dspark_jax.transformer.target import Target, load_target
+from dspark_jax.checkpoint.load import load_target
+from dspark_jax.transformer.target import Target
 
 
 def test_argmax_of_the_recorded_outputs_is_the_recorded_continuation():

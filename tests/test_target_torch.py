@@ -12,7 +12,7 @@ import pytest
 from helpers import CHECKPOINTS
 from tiny import target_config, target_weights, write_model
 
-from dspark_jax.transformer.target import load_target
+from dspark_jax.checkpoint.load import load_target
 
 torch = pytest.importorskip("torch", reason="compares with PyTorch")
 transformers = pytest.importorskip("transformers", reason="compares with transformers' Qwen3ForCausalLM")

@@ -214,6 +214,9 @@ def test_results_without_a_manifest_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no dspark_manifest\.json"):
         verify(source, source)
     (source / "dspark_manifest.json").write_text("[]")
+    with pytest.raises(ValueError, match="found list, expected a JSON object"):
+        verify(source, source)
+    (source / "dspark_manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="expected an object with tensors and sources"):
         verify(source, source)
     for entry in (3, {}, {"sha256": "x", "transform": "copy", "sources": []}, {"sha256": "x", "sources": ["a"]}):

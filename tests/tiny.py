@@ -13,7 +13,7 @@ import numpy as np
 from helpers import Weights, build_head, make_weights
 from safetensors.numpy import save_file
 
-from dspark_jax.checkpoint.weights import WeightTaker
+from dspark_jax.checkpoint.weights import WeightReader
 from dspark_jax.drafting.drafter import Drafter
 from dspark_jax.transformer.backbone import Backbone
 from dspark_jax.transformer.geometry import BackboneConfig
@@ -75,7 +75,7 @@ def layer_weights(config: BackboneConfig, rng: np.random.Generator) -> Weights:
 
 def drafter_weights(raw: dict[str, Any], *, target_hidden: int = 10, seed: int = 0, kind: str = "vanilla") -> Weights:
     """Draw the weights of a whole drafter with a Markov head of rank 6 and a confidence head."""
-    config, rng = BackboneConfig.from_dict(raw), np.random.default_rng(seed)
+    config, rng = BackboneConfig.from_flat(raw), np.random.default_rng(seed)
     weights = layer_weights(config, rng)
     H, width = config.hidden_size, len(raw["target_layer_ids"]) * target_hidden
     weights["embed_tokens.weight"] = rng.standard_normal((config.vocab_size, H)).astype(np.float32)
@@ -86,10 +86,10 @@ def drafter_weights(raw: dict[str, Any], *, target_hidden: int = 10, seed: int =
 
 def build_drafter(raw: dict[str, Any], weights: Weights, dtype: Any = "float32") -> Drafter:
     """Build the library's drafter from weights."""
-    config = BackboneConfig.from_dict(raw)
+    config = BackboneConfig.from_flat(raw)
     head_names = ("markov_head.", "confidence_head.", "lm_head.", "d2t")
     mine = {name: array for name, array in weights.items() if not name.startswith(head_names)}
-    take = WeightTaker("test", mine, mine.__getitem__, dtype)
+    take = WeightReader("test", mine, mine.__getitem__, dtype)
     backbone = Backbone(config, weights["fc.weight"].shape[1], take)
     take.finish()
     names = ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor")
@@ -112,7 +112,7 @@ def target_config(**fields: Any) -> dict[str, Any]:
 
 def target_weights(raw: dict[str, Any], seed: int = 0, tied: bool = False, sharpness: float = 2.0) -> Weights:
     """Draw a target's weights under canonical names; `sharpness` scales its logits."""
-    config, rng = BackboneConfig.from_dict(raw, causal=True), np.random.default_rng(seed + 77)
+    config, rng = BackboneConfig.from_flat(raw, causal=True), np.random.default_rng(seed + 77)
     weights = layer_weights(config, rng)
     shape = (config.vocab_size, config.hidden_size)
     weights["embed_tokens.weight"] = rng.standard_normal(shape).astype(np.float32)
@@ -123,8 +123,8 @@ def target_weights(raw: dict[str, Any], seed: int = 0, tied: bool = False, sharp
 
 def build_target(raw: dict[str, Any], weights: Weights) -> Qwen3Target:
     """Build the library's target from weights."""
-    take = WeightTaker("test", weights, weights.__getitem__, "float32")
-    model = Qwen3Target(BackboneConfig.from_dict(raw, causal=True), take, tied="lm_head.weight" not in weights)
+    take = WeightReader("test", weights, weights.__getitem__, "float32")
+    model = Qwen3Target(BackboneConfig.from_flat(raw, causal=True), take, tied="lm_head.weight" not in weights)
     take.finish()
     return model
 

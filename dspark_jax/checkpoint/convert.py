@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 
 from .._version import __version__
+from ..atomic_files import write_json
 from ..checks import check_choice, invalid
 from ..confidence.calibration import FILE_NAME as CALIBRATION
 from ..confidence.calibration import find_calibration
-from .family.families import HEAD_ONLY
+from ..progress import Progress
+from .explicit_config import explicit_config
 from .family.names import D2T, EMBEDDING, LM_HEAD, T2D
-from .family.normal_form import explicit_config
+from .family.table import HEAD_ONLY
 from .hub import local_path
 from .open import Checkpoint, open_checkpoint
-from .progress import Progress
 from .storage import orbax_tree
 from .storage.header import DTYPE_NAMES, DTYPES
 from .storage.tensor import Tensor
-from .storage.write import MANIFEST, appearing_directory, check_destination, digest, write_json, write_safetensors
+from .storage.write import MANIFEST, appearing_directory, check_destination, digest, write_safetensors
 from .target_tensors import differs_from_target, find_in_target
 
 FORMATS = ("safetensors", "orbax")
@@ -117,10 +118,10 @@ class _Conversion:
             self.bar = bar
             digests = self._write_orbax(directory) if self.format == "orbax" else self._write_safetensors(directory)
             manifest = self._manifest(source, config, no_backbone, digests)
-            write_json(os.path.join(directory, "config.json"), config)
+            write_json(os.path.join(directory, "config.json"), config, sort_keys=True)
             if find_calibration(self.checkpoint.path) is not None:
                 shutil.copy(os.path.join(self.checkpoint.directory, CALIBRATION), directory)
-            write_json(os.path.join(directory, MANIFEST), manifest)
+            write_json(os.path.join(directory, MANIFEST), manifest, sort_keys=True)
         return manifest
 
     def _main_dtype(self) -> str:

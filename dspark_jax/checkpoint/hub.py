@@ -6,11 +6,12 @@ import os
 import re
 from typing import Any
 
-from ..checks import parse_json_object
+from ..json_files import MAX_LISTING, read_json
 from ..optional import require
-from .family import families
+from .family.mapping import map_names
 from .family.names import is_head
-from .storage.read import INDEX_FILE, SINGLE_FILE
+from .family.table import detect
+from .storage.tensor_files import INDEX_FILE, SINGLE_FILE
 
 # "owner/name" or "owner/name@revision"; anything with other separators is a path.
 REPOSITORY = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?")
@@ -53,8 +54,7 @@ def _fetch(hub: Any, missing: type[Exception], repository: str, revision: str | 
     except missing:
         get(SINGLE_FILE)
         return os.path.dirname(config)
-    with open(index, "rb") as file:
-        weight_map = parse_json_object(index, file.read()).get("weight_map")
+    weight_map = read_json(index, MAX_LISTING).get("weight_map")
     for shard in needed_shards(weight_map, head_only):
         get(shard)
     return os.path.dirname(config)
@@ -64,8 +64,8 @@ def needed_shards(weight_map: Any, head_only: bool = False) -> list[str]:
     """Return the shards that hold a drafter's tensors, by the index alone."""
     if not isinstance(weight_map, dict):
         raise ValueError("weight_map: expected an object")
-    family = families.detect(weight_map, {})
-    mapped = families.map_names(family, weight_map)
+    family = detect(weight_map, {})
+    mapped = map_names(family, weight_map)
     sources = [*mapped.sources.items(), *mapped.scales.items()]
     wanted = {weight_map[source] for name, source in sources if not head_only or is_head(name)}
     # Names that no row knows are fetched too: opening the checkpoint then reports them.

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from .explicit_config import explicit_config
 from .family.names import EMBEDDING, LM_HEAD, is_head
-from .family.normal_form import explicit_config
 from .hub import local_path
 from .open import Checkpoint, open_checkpoint
 from .storage.header import DTYPE_NAMES

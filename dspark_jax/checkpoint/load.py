@@ -1,40 +1,35 @@
-"""From a checkpoint directory to a DSparkHead: `load_head`."""
+"""From directories to modules: `load_head`, `load_drafter`, `load_target`, one way for all three."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ..checks import dtype_name, invalid
 from ..confidence.calibration import find_calibration
 from ..drafting.confidence_head import ConfidenceHead
+from ..drafting.drafter import Drafter
 from ..drafting.head import DSparkHead
 from ..head_kinds import head_kind
-from .family.names import CONFIDENCE, CONFIDENCE_BIAS, D2T, LM_HEAD
+from ..json_files import read_config
+from ..transformer.backbone import Backbone
+from ..transformer.geometry import BackboneConfig
+from ..transformer.target import Qwen3Target
+from .family.names import CONFIDENCE, CONFIDENCE_BIAS, D2T, EMBEDDING, LM_HEAD, T2D, is_head
+from .family.read_config import flatten_target
 from .open import Checkpoint, open_checkpoint
+from .storage.tensor_files import TensorFiles
+from .weights import Sharding, WeightReader, check_sharding
 
-FLOATS = ("float32", "bfloat16", "float16")
-CHUNK = 1 << 24  # elements looked at or converted at once: no second copy of a large tensor is made
-
-Sharding = jax.sharding.Sharding | Mapping[str, Any] | Callable[[str], Any] | None
+Path = str | os.PathLike[str]
 
 
-def load_head(
-    path: str | os.PathLike[str],
-    *,
-    dtype: Any = None,
-    target: str | os.PathLike[str] | None = None,
-    sharding: Sharding = None,
-) -> DSparkHead:
+def load_head(path: Path, *, dtype: Any = None, target: Path | None = None, sharding: Sharding = None) -> DSparkHead:
     """Load the LM head, Markov head, confidence head and draft-to-target table of a checkpoint, without PyTorch.
 
     The directory may hold a whole drafter (its backbone is not read) or the head's tensors alone. A calibration.json
-    beside the tensors becomes `head.calibration` (see schedule.py).
+    beside the tensors becomes `head.calibration` (see confidence/schedule.py).
 
     Args:
         path: directory with config.json and model.safetensors, shards with an index, or one safetensors file.
@@ -46,7 +41,7 @@ def load_head(
             or None. Each device's part is read from the file alone.
 
     Raises:
-        FileNotFoundError, ValueError: as open_checkpoint; or no LM head and no target; or NaN weights.
+        FileNotFoundError, ValueError: as open_checkpoint; or no LM head and no target; or weights with NaN.
     """
     dtype = None if dtype is None else dtype_name("dtype", dtype)  # refused before any file is opened
     checkpoint = open_checkpoint(path, target, head_only=True)
@@ -58,79 +53,91 @@ def load_head(
     return build_head(checkpoint, dtype, sharding)
 
 
+def load_drafter(path: Path, *, dtype: Any = None, target: Path | None = None, sharding: Sharding = None) -> Drafter:
+    """Load backbone and head of a checkpoint directory, without PyTorch.
+
+    Args:
+        path: directory of the drafter (DeepSpec layout or a family that is mapped to it).
+        dtype: "float32", "bfloat16" or "float16" for all weights; None keeps the stored ones.
+        target: directory of the target, which supplies the embedding or LM head that the checkpoint does not store.
+        sharding: as in load_head; names are canonical ("layers.0.self_attn.q_proj.weight", ...).
+
+    Raises:
+        FileNotFoundError, ValueError: as load_head; or the backbone's tensors are missing or misshapen (all listed).
+    """
+    dtype = None if dtype is None else dtype_name("dtype", dtype)
+    checkpoint = open_checkpoint(path, target)
+    checkpoint.check_supported()
+    if EMBEDDING not in checkpoint:
+        raise ValueError(f"{EMBEDDING}: {checkpoint.path} stores no embedding; pass target=, the target's directory")
+    if LM_HEAD not in checkpoint:
+        raise ValueError(f"{LM_HEAD}: {checkpoint.path} stores no LM head; pass target=, the target's directory")
+    if "fc.weight" not in checkpoint:
+        raise ValueError(f"fc.weight: {checkpoint.path} holds no backbone; load_head reads a head alone")
+    if isinstance(checkpoint.geometry, str):
+        raise ValueError(f"{checkpoint.path}: {checkpoint.geometry}")
+    shape = checkpoint.shapes["fc.weight"]
+    taps, width = len(checkpoint.config.target_layer_ids), shape[-1]
+    if taps == 0 or width % taps:
+        raise invalid("fc.weight", list(shape), f"columns for {taps} target_layer_ids")
+    names = [name for name in checkpoint.names if not is_head(name)]
+    take = WeightReader(checkpoint.path, names, checkpoint.get, dtype, _part(sharding, checkpoint, names))
+    backbone = Backbone(checkpoint.geometry, width, take)
+    take.finish()
+    return Drafter(backbone, build_head(checkpoint, dtype, sharding))
+
+
+def load_target(path: Path, *, dtype: Any = None, sharding: Sharding = None) -> Qwen3Target:
+    """Load a Qwen3ForCausalLM directory (config.json and safetensors).
+
+    Args:
+        path: the directory.
+        dtype: of all weights and activations; None keeps the stored one.
+        sharding: as in load_head; names are those of the file without the prefix "model.".
+
+    Raises:
+        FileNotFoundError: no config.json or weights.
+        ValueError: another architecture, or tensors missing, unknown or of wrong shapes (all listed).
+    """
+    dtype = None if dtype is None else dtype_name("dtype", dtype)
+    raw = read_config(path)
+    names = raw.get("architectures") or [raw.get("model_type")]
+    if not isinstance(names, list) or ("Qwen3ForCausalLM" not in names and raw.get("model_type") != "qwen3"):
+        raise invalid("architectures", names, "Qwen3ForCausalLM; other targets come in through the Target protocol")
+    config = BackboneConfig.from_flat(flatten_target(raw), causal=True)
+    files = TensorFiles(path)
+    sources = {name.removeprefix("model."): name for name in files}
+    tied = raw.get("tie_word_embeddings", LM_HEAD not in sources) is True
+    if tied:  # some exporters write the tied head as well
+        sources.pop(LM_HEAD, None)
+    take = WeightReader(os.fspath(path), sources, lambda name: files.read(sources[name]), dtype, sharding)
+    model = Qwen3Target(config, take, tied=tied)
+    take.finish()
+    return model
+
+
 def build_head(checkpoint: Checkpoint, dtype: str | None = None, sharding: Sharding = None) -> DSparkHead:
     """Build the head of an open checkpoint; without an LM head in it, one for callers that bring base logits."""
-    table = checkpoint.draft_to_target()
-    get = _Placer(checkpoint, None if dtype is None else jnp.dtype(dtype), sharding)
-    kind = checkpoint.config.markov_head_type
-    markov = None
-    if kind is not None:
-        parts = {part.attribute: get(part.tensor) for part in head_kind(kind).parameters}
-        markov = head_kind(kind).module(**parts)
-    return DSparkHead(
-        checkpoint.config,
-        get(LM_HEAD) if LM_HEAD in checkpoint else None,
-        markov,
-        _confidence(checkpoint, get),
-        None if table is None else get.place(D2T, table),
-        find_calibration(checkpoint.path),
-    )
+    config, table = checkpoint.config, checkpoint.draft_to_target()
+    names = [name for name in checkpoint.names if is_head(name)]
+    take = WeightReader(checkpoint.path, names, checkpoint.get, dtype, _part(sharding, checkpoint, names))
+    take.taken |= {D2T, T2D}  # read above
+    sizes = {"V": config.vocab_size, "Vd": config.Vd, "H": config.hidden_size, "r": config.markov_rank}
+    lm_head = take(LM_HEAD, (sizes["Vd"], sizes["H"])) if LM_HEAD in checkpoint else None
+    markov = confidence = None
+    if config.markov_head_type is not None:
+        kind = head_kind(config.markov_head_type)
+        markov = kind.module(**{part.attribute: take(part.tensor, part.sizes(sizes)) for part in kind.parameters})
+    if config.enable_confidence_head:
+        width = sizes["H"] + (sizes["r"] if config.confidence_head_with_markov else 0)
+        bias = take(CONFIDENCE_BIAS, (1,), ()) if CONFIDENCE_BIAS in checkpoint else None
+        confidence = ConfidenceHead(take(CONFIDENCE, (1, width), (width,)), bias)
+    take.finish()
+    draft_to_target = None if table is None else take.place(D2T, table)
+    return DSparkHead(config, lm_head, markov, confidence, draft_to_target, find_calibration(checkpoint.path))
 
 
-def _confidence(checkpoint: Checkpoint, get: _Placer) -> ConfidenceHead | None:
-    if not checkpoint.config.enable_confidence_head:
-        return None
-    bias = CONFIDENCE_BIAS
-    return ConfidenceHead(get(CONFIDENCE, (-1,)), get(bias, ()) if bias in checkpoint else None)
-
-
-class _Placer:
-    """Reads a tensor, checks it, changes its dtype and puts it where the sharding says."""
-
-    def __init__(self, checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> None:
-        self.checkpoint, self.dtype, self.sharding = checkpoint, dtype, sharding
-        if isinstance(sharding, Mapping):
-            known = {*checkpoint.names}
-            if unknown := sorted(set(sharding) - known):
-                raise invalid("sharding", unknown, "names of tensors: " + ", ".join(sorted(known)))
-
-    def __call__(self, name: str, shape: tuple[int, ...] | None = None) -> jax.Array:
-        array = self.checkpoint.get(name)
-        if array.dtype.name not in FLOATS:
-            raise ValueError(f"{name}: found dtype {array.dtype.name}, expected one of {', '.join(FLOATS)}")
-        refuse_nan(name, array)
-        return self.place(name, array if shape is None else array.reshape(shape))
-
-    def place(self, name: str, array: np.ndarray) -> jax.Array:
-        dtype = array.dtype if self.dtype is None or array.dtype.kind == "i" else self.dtype
-        if dtype == np.float16 and array.dtype != dtype:
-            refuse_overflow(name, array)
-        sharding = self.sharding
-        if isinstance(sharding, Mapping):
-            sharding = sharding.get(name)
-        elif callable(sharding) and not isinstance(sharding, jax.sharding.Sharding):
-            sharding = sharding(name)
-        if sharding is None:
-            # A private copy: JAX may alias host memory or read it after this returns, and this memory is a mapped file.
-            return jnp.asarray(np.array(array, dtype, order="C"))
-        # Only a device's own part is read; the copy keeps the mapped file out of the result.
-        return jax.make_array_from_callback(
-            array.shape, sharding, lambda index: np.array(array[index], dtype, order="C")
-        )
-
-
-def refuse_overflow(name: str, array: np.ndarray) -> None:
-    """Refuse weights that float16 cannot hold."""
-    flat, top = array.reshape(-1), float(np.finfo(np.float16).max)
-    for start in range(0, flat.size, CHUNK):
-        largest = float(np.abs(flat[start : start + CHUNK].astype(np.float32)).max())
-        if largest > top:
-            raise ValueError(f"{name}: holds {largest:g}, expected at most {top:g} for dtype float16")
-
-
-def refuse_nan(name: str, array: np.ndarray) -> None:
-    """Refuse weights with NaN: exporters mark weights that were never written with it."""
-    flat = array.reshape(-1)
-    for start in range(0, flat.size, CHUNK):
-        if np.isnan(flat[start : start + CHUNK]).any():
-            raise ValueError(f"{name}: holds NaN (a mark of weights that were never written), expected numbers")
+def _part(sharding: Sharding, checkpoint: Checkpoint, names: list[str]) -> Sharding:
+    """Return what a mapping says of these names (a drafter's backbone or its head)."""
+    check_sharding(sharding, checkpoint.names)
+    return {name: sharding[name] for name in names if name in sharding} if isinstance(sharding, Mapping) else sharding

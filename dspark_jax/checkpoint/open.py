@@ -10,11 +10,16 @@ from typing import Any
 import numpy as np
 
 from ..config import DSparkConfig
-from .family import families, normalise, resolve
+from ..json_files import read_config
+from ..transformer.geometry import BackboneConfig
+from .family import complete
+from .family.mapping import Mapped, count_stages, map_names
 from .family.names import D2T, EMBEDDING, LM_HEAD, T2D, is_head
+from .family.read_config import flatten
+from .family.table import FULL, REFUSED, Family, detect
 from .storage.orbax_tree import OrbaxFiles, is_orbax
-from .storage.read import Files, TensorFiles, read_config
 from .storage.tensor import Tensor, make_tensor
+from .storage.tensor_files import Files, TensorFiles
 from .target_tensors import find_in_target, text_config
 
 MAX_PROBLEMS = 200
@@ -26,23 +31,25 @@ class Checkpoint:
 
     Attributes:
         path: where it came from.
-        family: its family (a row of families.FAMILIES).
+        family: its family (a row of family/table.py).
         raw: config.json as it is.
         flat: the same as one flat dict with DeepSpec keys, completed from the tensors; the backbone's geometry is kept.
         config: `flat` as a checked DSparkConfig.
         tensors: canonical name -> Tensor, head and backbone.
         files: the source files.
+        geometry: of the backbone, or why there is none that this package can build.
         left_out: source name -> why it is not used.
         notes: sentences about guesses that the user should know of.
     """
 
     path: str
-    family: families.Family
+    family: Family
     raw: dict[str, Any]
     flat: dict[str, Any]
     config: DSparkConfig
     tensors: dict[str, Tensor]
     files: Files
+    geometry: BackboneConfig | str
     left_out: dict[str, str]
     notes: list[str]
 
@@ -107,7 +114,7 @@ class Checkpoint:
         Raises:
             ValueError: it cannot; the message says why.
         """
-        if self.family.support != families.FULL:
+        if self.family.support != FULL:
             raise ValueError(f"{self.path}: family {self.family.name}: {self.family.note}")
 
     def check_backbone(self) -> None:
@@ -116,7 +123,7 @@ class Checkpoint:
         Raises:
             ValueError: one sentence per missing or misshapen tensor.
         """
-        if problems := resolve.check_backbone(self.flat, _own_shapes(self.tensors), self.family.shapes):
+        if problems := complete.check_backbone(self.flat, _own_shapes(self.tensors), self.family.shapes, self.geometry):
             raise ValueError(f"{self.path}: {_listed(problems)}")
 
 
@@ -167,12 +174,12 @@ def open_checkpoint(
         raise ValueError(f"{path}: family gguf: GGUF files are not supported")
     raw = read_config(path if os.path.isdir(path) else os.path.dirname(path) or ".")
     files = OrbaxFiles(path) if is_orbax(path) else TensorFiles(path)
-    family = families.detect(files, raw)
-    if family.support == families.REFUSED:
+    family = detect(files, raw)
+    if family.support == REFUSED:
         raise ValueError(f"{path}: family {family.name}: {family.note}")
-    mapped = families.map_names(family, files)
+    mapped = map_names(family, files)
     try:
-        flat = normalise.flatten(raw, family.name, families.count_stages(files))
+        flat = flatten(raw, family.name, count_stages(files))
     except ValueError as error:
         raise ValueError(f"{path}: {_listed([str(error), *mapped.problems])}") from None
     problems, left_out, notes = list(mapped.problems), dict(mapped.left_out), []
@@ -187,16 +194,17 @@ def open_checkpoint(
         problems += _borrow(tensors, target, {LM_HEAD} if head_only else {LM_HEAD, EMBEDDING}, flat)
     if family.name == "torchspec" and D2T in tensors:
         notes.append("TorchSpec's exporter is known to cut lm_head by offsets as if they were ids: check acceptance")
-    problems += resolve.resolve_head(flat, {name: tensor.shape for name, tensor in tensors.items()})
+    problems += complete.resolve_head(flat, {name: tensor.shape for name, tensor in tensors.items()})
+    geometry = complete.read_geometry(flat)
     if problems:
         if not head_only:  # all that is wrong in one error
-            problems += resolve.check_backbone(flat, _own_shapes(tensors), family.shapes)
+            problems += complete.check_backbone(flat, _own_shapes(tensors), family.shapes, geometry)
         raise ValueError(f"{path}: {_listed(problems)}")
     try:
-        config = DSparkConfig.from_dict(flat)
+        config = DSparkConfig.from_flat(flat)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return Checkpoint(path, family, raw, flat, config, tensors, files, left_out, notes)
+    return Checkpoint(path, family, raw, flat, config, tensors, files, geometry, left_out, notes)
 
 
 def _own_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -215,7 +223,7 @@ def _only_gguf(directory: str) -> bool:
 
 
 def _own_tensors(
-    files: Files, mapped: families.Mapped, raw: Mapping[str, Any], problems: list[str], left_out: dict[str, str]
+    files: Files, mapped: Mapped, raw: Mapping[str, Any], problems: list[str], left_out: dict[str, str]
 ) -> dict[str, Tensor]:
     quantisation = raw.get("quantization_config")
     stated = quantisation.get("weight_block_size") if isinstance(quantisation, Mapping) else None

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ..json_files import read_config
 from .family.names import EMBEDDING, LM_HEAD
 from .storage.header import some
-from .storage.read import TensorFiles, read_config
 from .storage.tensor import Tensor, make_tensor
+from .storage.tensor_files import TensorFiles
 
 # Exact names under which targets store the two matrices; multimodal wrappers nest the language model.
 LM_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight", "head.weight")

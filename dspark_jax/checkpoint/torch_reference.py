@@ -6,12 +6,12 @@ quantised weights decoded with PyTorch's own float8 types, and the head written 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..json_files import MAX_LISTING, read_config, read_json
 from ..optional import require
 
 PURPOSE = "verifying against an independent reading of the source"
@@ -25,13 +25,11 @@ class TorchSource:
         self.torch = require("torch", None, PURPOSE)
         self.safe_open = require("safetensors", None, PURPOSE).safe_open
         directory = path if os.path.isdir(path) else os.path.dirname(path)
-        with open(os.path.join(directory, "config.json"), encoding="utf-8") as file:
-            self.config: dict[str, Any] = json.load(file)
+        self.config: dict[str, Any] = read_config(directory)
         index = os.path.join(directory, "model.safetensors.index.json")
         self._file_of: dict[str, str] = {}
         if os.path.isdir(path) and os.path.exists(index):
-            with open(index, encoding="utf-8") as file:
-                weight_map = json.load(file)["weight_map"]
+            weight_map = read_json(index, MAX_LISTING)["weight_map"]
             self._file_of = {name: os.path.join(directory, shard) for name, shard in weight_map.items()}
         else:
             file_name = _single(path)

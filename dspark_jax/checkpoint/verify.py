@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from typing import Any
 
 import numpy as np
 
+from ..json_files import MAX_LISTING, read_json
 from .hub import local_path
 from .load import build_head
 from .open import Checkpoint, open_checkpoint
@@ -91,13 +91,10 @@ def verify(
 
 def _read_manifest(path: str) -> dict[str, Any]:
     try:
-        with open(os.path.join(path, MANIFEST), encoding="utf-8") as file:
-            manifest = json.load(file)
+        manifest = read_json(os.path.join(path, MANIFEST), MAX_LISTING)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no {MANIFEST}, so not the result of a conversion") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {MANIFEST}: not valid JSON ({error})") from None
-    if not isinstance(manifest, dict) or not all(isinstance(manifest.get(key), dict) for key in ("tensors", "sources")):
+    if not all(isinstance(manifest.get(key), dict) for key in ("tensors", "sources")):
         raise ValueError(f"{path}: {MANIFEST}: expected an object with tensors and sources")
     for name, entry in manifest["tensors"].items():
         good = isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("sha256", "transform"))

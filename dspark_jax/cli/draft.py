@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_recorded(path: str) -> tuple[Any, Any, Any]:
     """Read hidden [B,S,H], anchor_ids [B] and position [B] of a safetensors file, checking that they fit together."""
-    from ..checkpoint.storage.read import TensorFiles
+    from ..checkpoint.storage.tensor_files import TensorFiles
 
     if os.path.isdir(path):
         raise ValueError(f"{path}: found a directory, expected a safetensors file of recorded hidden states")

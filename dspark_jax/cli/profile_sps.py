@@ -72,8 +72,8 @@ def target_step(directory: str, context: int) -> Callable[[int], Callable[[], An
     import jax
     import jax.numpy as jnp
 
+    from dspark_jax.checkpoint.load import load_target
     from dspark_jax.checks import check_int
-    from dspark_jax.transformer.target import load_target
 
     check_int("--context", context, 1)
     target = load_target(directory)

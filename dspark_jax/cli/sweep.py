@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
+from ..atomic_files import write_json
+from ..progress import progress
 from .options import add_implementation
-from .progress import progress
 from .text import read_prompts, read_stop_ids
 
 TOPK = "4,8,16,32,64,128,256,512,1024,2048,off"
@@ -75,9 +75,7 @@ def run(args: argparse.Namespace) -> int:
     report = {"checkpoint": args.checkpoint, "prompts_file": args.prompts, "dtype": args.dtype or "stored", **report}
     print(sweep.table(report), end="")
     if args.json is not None:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
-            file.write("\n")
+        write_json(args.json, report)
     if args.plot is not None:
         from dspark_jax.decoding.sweep_plot import plot
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
+
+from ..json_files import read_json, read_json_lines
 
 
 def load_tokenizer(directory: str) -> Any:
@@ -47,25 +48,17 @@ def read_prompts(path: str, tokenizer_directory: str, limit: int | None = None) 
         ValueError: a line that is neither; the message names the file and the line.
     """
     tokenizer, conversations = None, []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            if limit is not None and len(conversations) >= limit:
-                break
-            where = f"{path}, line {number}"
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not valid JSON ({error})") from None
-            ids, turns = (entry.get("prompt_ids"), entry.get("turns")) if isinstance(entry, dict) else (None, None)
-            if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
-                conversations.append([ids])
-            elif isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns):
-                tokenizer = tokenizer or load_tokenizer(tokenizer_directory)
-                conversations.append([tokenizer.encode(turn).ids for turn in turns])
-            else:
-                raise ValueError(f'{where}: expected {{"prompt_ids": [token ids]}} or {{"turns": [texts]}}')
+    for number, entry in read_json_lines(path):
+        if limit is not None and len(conversations) >= limit:
+            break
+        ids, turns = (entry.get("prompt_ids"), entry.get("turns")) if isinstance(entry, dict) else (None, None)
+        if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
+            conversations.append([ids])
+        elif isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns):
+            tokenizer = tokenizer or load_tokenizer(tokenizer_directory)
+            conversations.append([tokenizer.encode(turn).ids for turn in turns])
+        else:
+            raise ValueError(f'{path}, line {number}: expected {{"prompt_ids": [token ids]}} or {{"turns": [texts]}}')
     if not conversations:
         raise ValueError(f"{path}: found no prompts, expected one JSON object a line")
     return conversations
@@ -75,11 +68,11 @@ def read_stop_ids(directory: str) -> list[int]:
     """Return the end-of-text ids that the target's generation_config.json or config.json names."""
     for name in ("generation_config.json", "config.json"):
         path = os.path.join(directory, name)
-        if os.path.isfile(path):
-            with open(path, encoding="utf-8") as file:
-                found = json.load(file).get("eos_token_id")
-            if found is not None:
-                return [int(i) for i in (found if isinstance(found, list) else [found])]
+        if os.path.lexists(path) and (found := read_json(path).get("eos_token_id")) is not None:
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+                raise ValueError(f"{path}: eos_token_id: found {str(found)[:100]}, expected token ids")
+            return ids
     return []
 
 

@@ -12,14 +12,15 @@ Everything here is NumPy in float64 on recorded pairs; schedule.py applies a cal
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from typing import Any
 
 import numpy as np
 
+from ..atomic_files import write_json
 from ..checks import check_int, invalid
+from ..json_files import read_json
 from .records import Records
 
 FILE_NAME = "calibration.json"
@@ -54,9 +55,7 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str], **facts: Any) -> None:
         """Write JSON; `facts` (JSON values, for example how it was fitted) are kept beside the temperatures."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"temperatures": list(self.temperatures)} | facts, file, indent=2)
-            file.write("\n")
+        write_json(path, {"temperatures": list(self.temperatures)} | facts)
 
 
 def load_calibration(path: str | os.PathLike[str]) -> Calibration:
@@ -69,22 +68,22 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
     if os.path.isdir(path):
         path = os.path.join(path, FILE_NAME)
     try:
-        with open(path, encoding="utf-8") as file:
-            raw = json.load(file)
+        raw = read_json(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{os.fspath(path)}: no such file; `dspark-jax calibrate` writes one") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{os.fspath(path)}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict) or "temperatures" not in raw:
+    if "temperatures" not in raw:
         raise ValueError(f"{os.fspath(path)}: expected an object with `temperatures`")
-    return Calibration(raw["temperatures"])
+    try:
+        return Calibration(raw["temperatures"])
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
 
 
 def find_calibration(checkpoint: str | os.PathLike[str]) -> Calibration | None:
     """Return the calibration beside a checkpoint (its directory or file), or None where there is none."""
     directory = checkpoint if os.path.isdir(checkpoint) else os.path.dirname(checkpoint)
     path = os.path.join(directory, FILE_NAME)
-    return load_calibration(path) if os.path.exists(path) else None
+    return load_calibration(path) if os.path.lexists(path) else None
 
 
 def fit_calibration(confidence_logits: Any, accepted: Any, num_draft: Any = None, *, bins: int = BINS) -> Calibration:

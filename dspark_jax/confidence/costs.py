@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..atomic_files import write_json
 from ..checks import check_int, invalid
+from ..json_files import read_json
 
 
 @jax.tree_util.register_dataclass
@@ -54,23 +55,21 @@ class CostTable:
         """Read a JSON object with `tokens` and `sps` (what `dspark-jax profile-sps` writes)."""
         name = os.fspath(path)
         try:
-            with open(path, encoding="utf-8") as file:
-                raw = json.load(file)
+            raw = read_json(path)
         except FileNotFoundError:
             raise FileNotFoundError(f"{name}: no such file; `dspark-jax profile-sps` writes one") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{name}: not valid JSON ({error})") from None
-        if not isinstance(raw, dict) or not {"tokens", "sps"} <= raw.keys():
+        if not {"tokens", "sps"} <= raw.keys():
             raise ValueError(f"{name}: expected an object with `tokens` and `sps`")
-        return cls.make(raw["tokens"], raw["sps"])
+        try:
+            return cls.make(raw["tokens"], raw["sps"])
+        except ValueError as error:  # NumPy's own for a ragged list among them
+            raise ValueError(f"{name}: {error}") from None
 
     def save(self, path: str | os.PathLike[str], **facts: Any) -> None:
         """Write JSON that `load` reads; `facts` (JSON values) are kept beside the table."""
         tokens, seconds = np.asarray(self.tokens), np.asarray(self.seconds, np.float64)
         table = {"tokens": [int(n) for n in tokens], "sps": [float(f"{1 / t:.6g}") for t in seconds]}
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(table | facts, file, indent=2)
-            file.write("\n")
+        write_json(path, table | facts)
 
     def seconds_at(self, tokens: Any) -> jax.Array:
         """Return the seconds of a step of `tokens` tokens (any shape), float32."""

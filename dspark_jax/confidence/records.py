@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..atomic_files import open_replacing
 from ..checks import invalid
 
 
@@ -54,7 +55,7 @@ class Records:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an .npz file of the three arrays (logits in float32, as they were recorded)."""
-        with open(path, "wb") as file:
+        with open_replacing(path, "wb") as file:
             np.savez_compressed(
                 file,
                 confidence_logits=self.confidence_logits.astype(np.float32),

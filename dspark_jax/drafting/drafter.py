@@ -1,24 +1,19 @@
-"""A whole drafter: backbone and head. `load_drafter` reads one, `Drafter.propose` drafts a block in one jitted call."""
+"""A whole drafter: backbone and head. `Drafter.propose` drafts a block in one jitted call."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..checkpoint.load import load_head
-from ..checkpoint.open import EMBEDDING, open_checkpoint
-from ..checkpoint.weights import WeightTaker
 from ..checks import check_int, invalid
 from ..coerce import coerce_floats, coerce_ids, coerce_sampling
 from ..config import DraftOptions
 from ..transformer.backbone import Backbone
 from ..transformer.cache import ContextCache
-from ..transformer.geometry import BackboneConfig
 from ..types import DraftBlock, DraftSampling
 from .draft import draft
 from .head import DSparkHead
@@ -160,34 +155,3 @@ _propose = jax.jit(propose_block, static_argnames=("options",), donate_argnames=
 @jax.jit(donate_argnames=("cache",))
 def _extend(backbone: Backbone, cache: ContextCache, features: jax.Array, lengths: jax.Array) -> ContextCache:
     return backbone.extend(cache, features, lengths)
-
-
-def load_drafter(
-    path: str | os.PathLike[str], *, dtype: Any = None, target: str | os.PathLike[str] | None = None
-) -> Drafter:
-    """Load backbone and head of a checkpoint directory, without PyTorch.
-
-    Args:
-        path: directory of the drafter (DeepSpec layout or a family that is mapped to it).
-        dtype: "float32", "bfloat16" or "float16" for all weights; None keeps the stored ones.
-        target: directory of the target, which supplies the embedding or LM head that the checkpoint does not store.
-
-    Raises:
-        FileNotFoundError, ValueError: as load_head; or the backbone's tensors are missing or misshapen (all listed).
-    """
-    checkpoint = open_checkpoint(path, target)
-    checkpoint.check_supported()
-    if EMBEDDING not in checkpoint:
-        raise ValueError(f"{EMBEDDING}: {checkpoint.path} stores no embedding; pass target=, the target's directory")
-    if "fc.weight" not in checkpoint:
-        raise ValueError(f"fc.weight: {checkpoint.path} holds no backbone; load_head reads a head alone")
-    config = BackboneConfig.from_dict(checkpoint.flat)
-    head_parts = ("markov_head.", "confidence_head.", "lm_head.", "d2t", "t2d")
-    names = [name for name in checkpoint.names if not name.startswith(head_parts)]
-    take = WeightTaker(checkpoint.path, names, checkpoint.get, dtype)
-    taps, width = len(checkpoint.config.target_layer_ids), checkpoint.shapes["fc.weight"][-1]
-    if taps == 0 or width % taps:
-        raise invalid("fc.weight", list(checkpoint.shapes["fc.weight"]), f"columns for {taps} target_layer_ids")
-    backbone = Backbone(config, width, take)
-    take.finish()
-    return Drafter(backbone, load_head(path, dtype=dtype, target=target))

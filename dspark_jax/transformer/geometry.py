@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from ..checks import check_bool, check_choice, check_float, check_int, invalid
-from ..config import read_rope_theta
 
 STYLES = ("qwen3", "gemma4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -98,24 +97,21 @@ class BackboneConfig:
         return self.hidden_size**0.5 if self.style == "gemma4" else 1.0
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], *, causal: bool | None = None) -> BackboneConfig:
-        """Read the geometry from config.json: flat, or nested in transformer_layer_config or text_config.
+    def from_flat(cls, flat: Mapping[str, Any], *, causal: bool | None = None) -> BackboneConfig:
+        """Read the geometry from a flat config (what checkpoint/family/read_config.py makes of any config.json).
 
         Args:
-            raw: config.json as read.
+            flat: canonical keys.
             causal: True for a target; None reads a drafter's own flag, which is absent (bidirectional) in most.
 
         Raises:
             ValueError: a field is missing or out of range, or the model has parts that are not implemented here.
         """
-        layer = raw.get("transformer_layer_config") or raw.get("text_config") or raw
-        if not isinstance(layer, Mapping):
-            raise invalid("transformer_layer_config", layer, "an object")
 
         def get(key: str, default: Any = None) -> Any:
-            return default if layer.get(key) is None else layer[key]
+            return default if flat.get(key) is None else flat[key]
 
-        gemma = _is_gemma4(raw, layer)
+        gemma = _is_gemma4(flat)
         for name in ("enable_moe_block", "hidden_size_per_layer_input", "num_experts", "num_kv_shared_layers"):
             if gemma and get(name):
                 raise invalid(name, get(name), "none: experts, per-layer inputs and shared keys are not supported")
@@ -138,11 +134,11 @@ class BackboneConfig:
             rms_norm_eps=get("rms_norm_eps", 1e-6),
             attention_bias=get("attention_bias", False),
             key_is_value=key_is_value,
-            rope_interleaved=not check_bool("rope_is_neox_style", raw.get("rope_is_neox_style", True)),
+            rope_interleaved=not check_bool("rope_is_neox_style", get("rope_is_neox_style", True)),
             windows=windows,
-            causal=_read_causal(raw, windows) if causal is None else causal,
+            causal=_read_causal(flat, windows) if causal is None else causal,
             max_position_embeddings=get("max_position_embeddings"),
-            **_read_rope(layer, gemma),
+            **_read_rope(flat, gemma),
         )
 
 
@@ -153,9 +149,13 @@ def _required(get: Any, key: str) -> Any:
     return value
 
 
-def _is_gemma4(raw: Mapping[str, Any], layer: Mapping[str, Any]) -> bool:
-    names = [layer.get("model_type"), raw.get("model_type"), *(raw.get("architectures") or ())]
+def _is_gemma4(flat: Mapping[str, Any]) -> bool:
+    names = [flat.get("model_type"), *_names(flat.get("architectures"))]
     return any(str(name).lower().startswith("gemma4") for name in names)
+
+
+def _names(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _read_windows(get: Any, layers: int) -> tuple[int | None, ...]:
@@ -172,26 +172,20 @@ def _read_windows(get: Any, layers: int) -> tuple[int | None, ...]:
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
-def _read_causal(raw: Mapping[str, Any], windows: tuple[int | None, ...]) -> bool:
-    nested = [raw.get(name) or {} for name in ("dspark_config", "dflash_config")]
-    for place in (raw, *nested):
-        for key in ("causal", "dflash_query_causal"):
-            if place.get(key) is not None:
-                return check_bool(key, place[key])
+def _read_causal(flat: Mapping[str, Any], windows: tuple[int | None, ...]) -> bool:
+    for key in ("causal", "dflash_query_causal"):
+        if flat.get(key) is not None:
+            return check_bool(key, flat[key])
     # speculators: sliding layers are causal unless the file says otherwise.
-    non_causal = raw.get("sliding_window_non_causal")
+    non_causal = flat.get("sliding_window_non_causal")
     return any(windows) and non_causal is not None and not check_bool("sliding_window_non_causal", non_causal)
 
 
-def _read_rope(layer: Mapping[str, Any], gemma: bool) -> dict[str, Any]:
-    parameters = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
-        raise invalid("rope_parameters", parameters, "an object")
-    if isinstance(parameters.get("full_attention"), Mapping):
-        parameters = parameters["full_attention"]
+def _read_rope(flat: Mapping[str, Any], gemma: bool) -> dict[str, Any]:
+    parameters = rope_parameters(flat)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     found: dict[str, Any] = {"rope_type": check_choice("rope_type", kind, ROPE_TYPES)}
-    if (theta := read_rope_theta(layer)) is not None:
+    if (theta := read_rope_theta(flat)) is not None:
         found["rope_theta"] = theta
     if found["rope_type"] != "default" and parameters.get("factor") is not None:
         found["rope_factor"] = parameters["factor"]
@@ -199,3 +193,29 @@ def _read_rope(layer: Mapping[str, Any], gemma: bool) -> dict[str, Any]:
     if gemma and parameters.get("partial_rotary_factor") is not None:
         found["partial_rotary_factor"] = parameters["partial_rotary_factor"]
     return found
+
+
+def rope_parameters(flat: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return rope_parameters (of full attention, where they are per layer type) or rope_scaling; {} without either."""
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = flat.get(key) or {}
+        if not isinstance(parameters, Mapping):
+            raise invalid(key, parameters, "an object")
+        if isinstance(parameters.get("full_attention"), Mapping):
+            parameters = parameters["full_attention"]
+        if parameters:
+            return parameters
+    return {}
+
+
+def read_rope_theta(flat: Mapping[str, Any]) -> float | None:
+    """Read the rotary base from `rope_theta` or `rope_parameters` (flat or per layer type); a conflict is an error."""
+    nested, outer = rope_parameters(flat).get("rope_theta"), flat.get("rope_theta")
+    if nested is not None and outer is not None and nested != outer:
+        raise invalid(
+            "rope_theta", outer, f"the value {nested!r} that rope_parameters has, or the key in one place only"
+        )
+    value = outer if nested is None else nested
+    return (
+        None if value is None else check_float("rope_theta", value, above=0, expected="a number > 0 that float32 holds")
+    )

@@ -5,16 +5,13 @@ Any target works that keeps its state in a cache addressed by position: rejected
 
 from __future__ import annotations
 
-import os
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..checkpoint.storage.read import TensorFiles
-from ..checkpoint.weights import WeightTaker
-from ..checks import invalid, read_json_config
+from ..checks import invalid
 from ..linear import gather_rows, product
 from .cache import KVCache, make_kv_cache
 from .geometry import BackboneConfig
@@ -125,30 +122,3 @@ class Qwen3Target(nnx.Module):
         """Return float32 logits [..., V]."""
         weight = self.embed_tokens if self.lm_head is None else self.lm_head
         return product(hidden, weight[...])
-
-
-def load_target(path: str | os.PathLike[str], *, dtype: Any = None) -> Qwen3Target:
-    """Load a Qwen3ForCausalLM directory (config.json and safetensors).
-
-    Args:
-        path: the directory.
-        dtype: of all weights and activations; None keeps the stored one.
-
-    Raises:
-        FileNotFoundError: no config.json or weights.
-        ValueError: another architecture, or tensors missing, unknown or of wrong shapes (all listed).
-    """
-    raw = read_json_config(path)
-    names = raw.get("architectures") or [raw.get("model_type")]
-    if "Qwen3ForCausalLM" not in names and raw.get("model_type") != "qwen3":
-        raise invalid("architectures", names, "Qwen3ForCausalLM; other targets come in through the Target protocol")
-    config = BackboneConfig.from_dict(raw, causal=True)
-    files = TensorFiles(path)
-    sources = {name.removeprefix("model."): name for name in files}
-    tied = raw.get("tie_word_embeddings", "lm_head.weight" not in sources) is True
-    if tied:  # some exporters write the tied head as well
-        sources.pop("lm_head.weight", None)
-    take = WeightTaker(os.fspath(path), sources, lambda name: files.read(sources[name]), dtype)
-    model = Qwen3Target(config, take, tied=tied)
-    take.finish()
-    return model

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from ...checks import parse_json_object
+from ...json_files import open_regular, parse_json_object
 
 # 8 MiB hold about 70 thousand tensors, more than any released file has; longer headers cost seconds to parse.
 MAX_HEADER = 1 << 23
@@ -76,7 +76,7 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorInfo]:
         raise ValueError(f"{path}: not a regular file")
     if size < 8:
         raise ValueError(f"{path}: found {size} bytes, expected a safetensors file (8 bytes of header length first)")
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > size - 8:
             raise ValueError(

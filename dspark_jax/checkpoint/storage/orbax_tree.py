@@ -25,7 +25,7 @@ import numpy as np
 from ...optional import require
 from ..family.names import D2T, EMBEDDING, W1, W2
 from .header import DTYPE_NAMES, TensorInfo
-from .read import Files
+from .tensor_files import Files
 
 CHUNK = 1 << 26  # bytes of a block on disk
 SMALL = 1 << 20

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import dequantize
 from .header import DTYPES
-from .read import Files
+from .tensor_files import Files
 
 CHUNK = 1 << 25  # bytes of result decoded at once
 

@@ -74,13 +74,6 @@ def digest(chunks: Iterable[np.ndarray]) -> str:
     return sha.hexdigest()
 
 
-def write_json(path: str, value: Any) -> None:
-    """Write JSON that a person can read."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, sort_keys=True)
-        file.write("\n")
-
-
 def check_destination(path: str, force: bool) -> None:
     """Refuse a destination that exists, unless `force` and it is an earlier result or an empty directory.
 

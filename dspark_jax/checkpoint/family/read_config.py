@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...checks import check_int, invalid
+from ...transformer.geometry import read_rope_theta
 
 Raw = Mapping[str, Any]
 
@@ -76,6 +77,15 @@ def flatten(raw: Raw, family: str, stages: int = 0) -> dict[str, Any]:
         flat["markov_head_type"] = "vanilla"
     _target_depth(flat, family, stages)
     flat["sample_from_anchor"] = _anchor(flat, raw, family)
+    if (theta := read_rope_theta(flat)) is not None:
+        flat["rope_theta"] = theta
+    return flat
+
+
+def flatten_target(raw: Raw) -> dict[str, Any]:
+    """Return a target's config as one flat dict: the language model's part at the top level, without nulls."""
+    flat = _drop_nulls({key: value for key, value in raw.items() if key not in GEOMETRY})
+    _merge_geometry(flat, raw)
     return flat
 
 

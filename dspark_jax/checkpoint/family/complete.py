@@ -153,7 +153,9 @@ def _check(shapes: Shapes, table: Mapping[str, tuple[str, ...]], sizes: Mapping[
             )
 
 
-def check_backbone(flat: Flat, shapes: Shapes, table: Mapping[str, tuple[str, ...]]) -> list[str]:
+def check_backbone(
+    flat: Flat, shapes: Shapes, table: Mapping[str, tuple[str, ...]], geometry: BackboneConfig | str
+) -> list[str]:
     """Return one sentence per missing or misshapen backbone tensor and per contradiction with the config.
 
     A checkpoint without any backbone tensor but the embedding is a head alone, and complete as such.
@@ -174,7 +176,7 @@ def check_backbone(flat: Flat, shapes: Shapes, table: Mapping[str, tuple[str, ..
     parts = set().union(*layers.values()) | _required_parts(flat, set().union(*layers.values()))
     for number, present in sorted(layers.items()):
         problems += [f"layers.{number}.{part}: missing" for part in sorted(parts - present)]
-    _check(backbone, table, _backbone_sizes(flat), problems)
+    _check(backbone, table, _backbone_sizes(flat, geometry), problems)
     if "fc.weight" in backbone and not flat.get("target_layer_ids"):
         problems.append("target_layer_ids: missing in the config, though fc.weight reads target layers")
     return problems
@@ -203,14 +205,14 @@ def _required_parts(flat: Flat, present: set[str]) -> set[str]:
 def read_geometry(flat: Mapping[str, Any]) -> BackboneConfig | str:
     """Return the geometry of the layers, or why there is none that this package can build."""
     try:
-        return BackboneConfig.from_dict(flat)
+        return BackboneConfig.from_flat(flat)
     except ValueError as error:
         return str(error)
     except (TypeError, AttributeError) as error:  # a config from anywhere may hold any type anywhere
         return f"config.json: a value of the wrong type ({error})"
 
 
-def _backbone_sizes(flat: Flat) -> dict[str, int]:
+def _backbone_sizes(flat: Flat, geometry: BackboneConfig | str) -> dict[str, int]:
     sizes = {name: flat[key] for name, key in _SIZE_KEYS.items() if isinstance(flat.get(key), int)}
     taps, width = flat.get("target_layer_ids"), flat.get("target_hidden_size", flat.get("hidden_size"))
     if isinstance(taps, list | tuple) and taps and isinstance(width, int):
@@ -220,7 +222,6 @@ def _backbone_sizes(flat: Flat) -> dict[str, int]:
         if nh and hd and G and o:
             sizes |= {"Q": nh * hd, "Q/G": nh * hd // G, "G*o": G * o}
         return sizes
-    geometry = read_geometry(flat)
     if isinstance(geometry, str):
         return sizes  # a backbone that has no counterpart here; reported where one is built
     nh, nkv, hd = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
-from ...checks import parse_json_object, read_json_config
+from ...json_files import MAX_LISTING, read_json
 from .header import DTYPES, TensorInfo, read_header, some
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-MAX_INDEX = 1 << 25
-MAX_CONFIG = 1 << 22
 
 
 class Files(Mapping[str, TensorInfo]):
@@ -123,16 +120,6 @@ class TensorFiles(Files):
         return raw.view(dtype).reshape(shape)
 
 
-def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read config.json as raw JSON; a pipe, a device or a file of absurd size is refused without reading it."""
-    path = os.path.join(directory, "config.json")
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path}: not a regular file")
-    if os.path.exists(path) and (size := os.path.getsize(path)) > MAX_CONFIG:
-        raise ValueError(f"{path}: {size} bytes, expected at most {MAX_CONFIG}")
-    return read_json_config(directory)
-
-
 def _only_file(directory: str) -> str:
     if os.path.exists(path := os.path.join(directory, SINGLE_FILE)):
         return path
@@ -145,12 +132,7 @@ def _only_file(directory: str) -> str:
 
 def _read_index(path: str) -> dict[str, str]:
     """Read name -> shard; shard names must be plain file names of the index's own directory."""
-    if not os.path.isfile(path):
-        raise ValueError(f"{path}: not a regular file")
-    if (size := os.path.getsize(path)) > MAX_INDEX:
-        raise ValueError(f"{path}: {size} bytes, expected at most {MAX_INDEX}")
-    with open(path, "rb") as file:
-        weight_map = parse_json_object(path, file.read()).get("weight_map")
+    weight_map = read_json(path, MAX_LISTING).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path}: weight_map: found {type(weight_map).__name__}, expected an object")
     for name, shard in weight_map.items():

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...checks import invalid
-from ...config import read_rope_theta
-from ..open import Checkpoint
-from .resolve import read_geometry
+from ..checks import invalid
+from .open import Checkpoint
 
 ARCHITECTURES = {"qwen3": "Qwen3DSparkModel", "gemma4": "Gemma4DSparkModel"}
 
@@ -57,10 +55,9 @@ def explicit_config(checkpoint: Checkpoint, dtype: str) -> tuple[dict[str, Any],
 
 def _write_rope(flat: dict[str, Any]) -> None:
     """Write the rotary base at the top level and in rope_parameters; scaling goes into rope_parameters."""
-    theta = read_rope_theta(flat)
+    theta = flat.get("rope_theta")
     if theta is None:
         return
-    flat["rope_theta"] = theta
     found = flat.get("rope_parameters")
     if found is None:
         scaling = flat.get("rope_scaling") or {}
@@ -77,7 +74,7 @@ def _write_backbone(flat: dict[str, Any], checkpoint: Checkpoint) -> str | None:
     """Write what a backbone's builder would guess; return why there is none here, if so."""
     if checkpoint.family.support != "full":
         return checkpoint.family.note
-    geometry = read_geometry(flat)
+    geometry = checkpoint.geometry
     if isinstance(geometry, str):
         return geometry
     flat["architectures"] = [ARCHITECTURES[geometry.style]]
