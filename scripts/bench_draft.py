@@ -31,8 +31,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import bench_ports
 import jax
 import jax.numpy as jnp
-import kernel_profile
 import numpy as np
+from gpu import profile as trace
 
 from dspark_jax import DraftConfig, DSparkConfig, make_draft_from_logits_fn
 from dspark_jax.drafting.head import DSparkHead
@@ -217,8 +217,8 @@ def profile(problem: Problem, forms: list[str]) -> dict[str, Any]:
                 with jax.profiler.trace(folder):
                     for _ in range(10):
                         case.run()
-                found = kernel_profile.kernels(kernel_profile.read_trace(pathlib.Path(folder)))
-            tables[case.name] = kernel_profile.table(found, 10)
+                found = trace.kernels(trace.read_trace(pathlib.Path(folder)))
+            tables[case.name] = trace.table(found, 10)
     return tables
 
 

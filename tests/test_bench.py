@@ -1,18 +1,14 @@
 """The benchmark: its ports draft what the library drafts, and a trace's kernels land in their categories."""
 
 import json
-import pathlib
-import sys
 
+import bench_draft
+import bench_ports
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu import profile
 from helpers import make_head
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
-import bench_draft
-import bench_ports
-import kernel_profile
 
 from dspark_jax import draft_from_logits
 
@@ -65,7 +61,7 @@ def test_kernels_are_summed_by_category():
         {"ph": "X", "pid": 1, "tid": 8, "name": "loop_add_fusion", "dur": 50.0},
         {"ph": "X", "pid": 2, "tid": 7, "name": "dot", "dur": 999.0},
     ]
-    table = kernel_profile.table(kernel_profile.kernels(events), drafts=2)
+    table = profile.table(profile.kernels(events), drafts=2)
     assert table == {
         "projection": {"microseconds": 60.0, "launches": 1.0, "share": 0.6},
         "selection": {"microseconds": 15.0, "launches": 0.5, "share": 0.15},

@@ -1,17 +1,12 @@
 """The benchmark's PyTorch port drafts what the library drafts."""
 
-import pathlib
-import sys
-
+import bench_ports
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import make_head
 
 from dspark_jax import draft_from_logits
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
-import bench_ports
 
 torch = pytest.importorskip("torch", reason="the port under test is PyTorch's")
 

@@ -1,31 +1,23 @@
 """Conversion: bit-exact, complete, accounted for, all or nothing; and the three commands."""
 
-import contextlib
 import hashlib
-import io
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import sys
-import types
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from convert_cases import TAPS, VD, H, R, V, same_heads
 from fixture_checkpoints import change_config, change_tensors, fixtures, header_file, make, read_file
 from helpers import TESTS
 
-import dspark_jax
 from dspark_jax import load_head
-from dspark_jax.checkpoint import convert, hub, inspect, open_checkpoint
-from dspark_jax.checkpoint.inspect import to_text
+from dspark_jax.checkpoint import convert, open_checkpoint
 from dspark_jax.checkpoint.load import load_drafter
-from dspark_jax.cli import main
 
-V, VD, H, R, TAPS = (getattr(fixtures, name) for name in ("V", "VD", "H", "R", "TAPS"))
 REPRESENTATIVES = ("deepspec-rnn", "speculators-reduced", "deepseek-v4", "deepspec-gemma4")
 
 
@@ -34,17 +26,8 @@ def with_target(fixture, tmp_path):
     return make("target", tmp_path) if fixture.startswith(lacks) else None
 
 
-def same_heads(found, wanted):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
 def raw_bytes(array):
     return np.ascontiguousarray(array).tobytes()
-
-
-# ---- what is written -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fixture", [name for name in fixtures.FAMILIES if name != "ornith"])
@@ -208,9 +191,6 @@ def test_foreign_backbones_are_not_built(tmp_path, fixture):
         load_drafter(make(fixture, tmp_path))
 
 
-# ---- the config ----------------------------------------------------------------------------------------------------
-
-
 def no_nulls(value):
     if isinstance(value, dict):
         return all(map(no_nulls, value.values()))
@@ -266,9 +246,6 @@ def test_legacy_rope_scaling_is_kept(tmp_path):
     config = convert(source, tmp_path / "out")["config"]
     assert config["rope_parameters"] == {"rope_type": "linear", "factor": 4.0, "rope_theta": 8e6}
     assert config["rope_theta"] == 8e6
-
-
-# ---- the account ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fixture", REPRESENTATIVES)
@@ -382,293 +359,3 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         assert int(result.stdout) < 100_000 * parts, result.stdout  # KiB
         assert (tmp_path / dtype / "model.safetensors").stat().st_size > parts * 2.5e8
         shutil.rmtree(tmp_path / dtype)
-
-
-# ---- all or nothing ------------------------------------------------------------------------------------------------
-
-
-def test_existing_results_are_kept_without_force(tmp_path):
-    source, out = make("deepspec-vanilla", tmp_path), tmp_path / "out"
-    convert(source, out)
-    before = (out / "model.safetensors").read_bytes()
-    with pytest.raises(FileExistsError, match="--force"):
-        convert(make("deepspec-rnn", tmp_path), out)
-    assert (out / "model.safetensors").read_bytes() == before
-    convert(tmp_path / "deepspec-rnn", out, force=True)
-    assert open_checkpoint(out).config.markov_head_type == "rnn"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="not the result of an earlier conversion"):
-        convert(source, tmp_path / "mine", force=True)
-    with pytest.raises(FileExistsError, match="not the result of an earlier conversion"):
-        convert(source, source, force=True)
-    with pytest.raises(ValueError, match=r"destination: .*does not hold the source"):
-        convert(out, out, force=True)
-    assert sorted(os.listdir(tmp_path)) == ["deepspec-rnn", "deepspec-vanilla", "mine", "out"]
-
-
-@pytest.mark.parametrize("format", ["safetensors", "orbax"])
-@pytest.mark.parametrize("force", [False, True])
-def test_a_failing_conversion_leaves_nothing(tmp_path, format, force):
-    if format == "orbax":
-        pytest.importorskip("orbax.checkpoint", reason="Orbax trees need the orbax extra")
-    good, bad, out = make("deepspec-vanilla", tmp_path), make("deepspec-gated", tmp_path), tmp_path / "out"
-
-    def poison(tensors):  # the last one written
-        array = tensors["norm.weight"][1].copy()
-        array[3] = np.nan
-        tensors["norm.weight"] = ("BF16", array)
-
-    change_tensors(bad, poison)
-    if force:
-        convert(good, out)
-    with pytest.raises(ValueError, match=r"norm\.weight: holds NaN"):
-        convert(bad, out, format=format, force=force)
-    assert out.exists() == force
-    if force:
-        assert open_checkpoint(out).config.markov_head_type == "vanilla"
-    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
-
-
-def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
-    from dspark_jax.checkpoint import convert as _  # noqa: F401
-
-    module = sys.modules["dspark_jax.checkpoint.convert"]
-
-    def interrupted(path, value, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "write_json", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        convert(make("deepspec-vanilla", tmp_path), tmp_path / "out")
-    assert os.listdir(tmp_path) == ["deepspec-vanilla"]
-
-
-def test_errors_come_before_anything_is_written(tmp_path):
-    path = change_tensors(make("deepspec-vanilla", tmp_path), lambda t: t.pop("layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight: missing"):
-        convert(path, tmp_path / "out")
-    convert(path, tmp_path / "head", head_only=True)
-    with pytest.raises(ValueError, match="format: found 'gguf'"):
-        convert(path, tmp_path / "out", format="gguf")
-    with pytest.raises(ValueError, match="dtype: found 'int4'"):
-        convert(path, tmp_path / "out", dtype="int4")
-    assert not (tmp_path / "out").exists()
-
-
-# ---- Hugging Face --------------------------------------------------------------------------------------------------
-
-
-def fake_hub(root, log):
-    """A huggingface_hub that serves local directories and, as the real one, caches only what was fetched."""
-
-    class EntryNotFoundError(Exception):
-        pass
-
-    def hf_hub_download(repository, name, revision=None):
-        log.append((name, revision))
-        path = root / repository.replace("/", "--") / name
-        if not path.exists():
-            raise EntryNotFoundError(f"404: {name}")
-        cached = root / "cache" / repository.replace("/", "--") / name
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        return shutil.copy(path, cached)
-
-    modules = {
-        "huggingface_hub": types.SimpleNamespace(hf_hub_download=hf_hub_download),
-        "huggingface_hub.errors": types.SimpleNamespace(
-            EntryNotFoundError=EntryNotFoundError, HFValidationError=EntryNotFoundError
-        ),
-    }
-    return lambda module, *_: modules[module]
-
-
-def test_a_repository_id_fetches_what_is_needed(tmp_path, monkeypatch):
-    log = []
-    monkeypatch.setattr(hub, "require", fake_hub(tmp_path, log))
-    fixtures.deepseek_v4(tmp_path / "org--v4")
-    manifest = convert("org/v4@main", tmp_path / "out", head_only=True)
-    assert manifest["source"] == "org/v4@main"
-    assert log == [
-        ("config.json", "main"), ("model.safetensors.index.json", "main"),
-        ("model-00002-of-00005.safetensors", "main"), ("model-00005-of-00005.safetensors", "main"),
-    ]  # fmt: skip
-    same_heads(load_head(tmp_path / "out"), load_head(tmp_path / "org--v4"))
-    fixtures.deepspec(tmp_path / "org--small")
-    log.clear()
-    assert inspect("org/small")["family"].startswith("deepspec")
-    assert [name for name, _ in log] == ["config.json", "model.safetensors.index.json", "model.safetensors"]
-    with pytest.raises(FileNotFoundError, match=r"org/none: no such directory, and no such repository \(404"):
-        inspect("org/none")
-
-
-def test_the_real_hub_client_without_a_network(tmp_path):
-    pytest.importorskip("huggingface_hub", reason="repository ids need the hub extra")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    code = f"import sys; sys.path.insert(0, {str(TESTS.parent)!r}); from dspark_jax.cli import main; sys.exit(main())"
-    for source in ("nobody/nothing@v1", "no--body/x..y"):
-        command = [sys.executable, "-c", code, "inspect", source]
-        result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
-        assert (result.returncode, result.stdout) == (2, "")
-        assert len(result.stderr.splitlines()) == 1, result.stderr
-        assert result.stderr.startswith(f"dspark-jax inspect: error: {source}: no such")
-
-
-def test_without_huggingface_hub_the_message_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"org/name: no such directory.*pip install 'dspark-jax\[hub\]'"):
-        hub.local_path("org/name")
-
-
-@pytest.mark.parametrize("source", ["/org/name", "a/b/c", "./org", "../x/y", "org/na me", "-x"])
-def test_paths_are_not_repository_ids(source):
-    with pytest.raises(FileNotFoundError, match="no such file or directory"):
-        hub.local_path(source)
-
-
-# ---- inspect -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fixture", [*fixtures.FAMILIES])
-def test_inspect_fits_on_a_screen(tmp_path, fixture):
-    text = to_text(inspect(make(fixture, tmp_path)))
-    assert len(text.splitlines()) <= 24
-    for word in ("family", "geometry", "head", "vocabulary", "anchor", "lm head", "left out"):
-        assert word in text
-
-
-def test_inspect_says_what_it_is(tmp_path):
-    text = to_text(inspect(make("speculators-reduced", tmp_path)))
-    for words in (
-        "speculators (full)", "hidden 64, layers 2, heads 4, key heads 2, head size 16, MLP 96, block 5, mask token 7",
-        "vanilla Markov head of rank 8, confidence head on hidden states and previous token",
-        "draft 48 of target 160 (d2t)", "slot 0 drafts: 5 drafts from a block of 5 (sample_from_anchor, stated)",
-        "after target layers 0, 2, 4", "missing: give --target",
-    ):  # fmt: skip
-        assert words in text, words
-    text = to_text(inspect(make("speculators-old-full", tmp_path)))
-    assert "slot 0 (the anchor) does not draft: 4 drafts from a block of 5 (sample_from_anchor, by" in text
-    text = to_text(inspect(make("deepseek-v4", tmp_path)))
-    assert "tensor of the target, not of the drafter (layers.0.attn.wq_a.scale, ...)" in text
-    path = change_tensors(make("deepspec-vanilla", tmp_path), lambda t: t.pop("norm.weight"))
-    assert "norm.weight: missing" in to_text(inspect(path))
-
-
-# ---- the commands --------------------------------------------------------------------------------------------------
-
-
-def run(*arguments):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(argument) for argument in arguments])
-    return code, out.getvalue(), err.getvalue()
-
-
-def test_convert_and_inspect_as_commands(tmp_path):
-    source = make("specforge", tmp_path)
-    code, out, err = run("convert", source, tmp_path / "out")
-    assert (code, "specforge checkpoint as safetensors, 29 tensors" in out) == (0, True)
-    assert "lm_head.weight: not in the checkpoint: convert with --target DIR" in err
-    code, out, err = run(
-        "convert", source, tmp_path / "out", "--target", make("target", tmp_path), "--force", "--dtype", "f32"
-    )
-    assert (code, err) == (0, "")
-    code, out, err = run("inspect", tmp_path / "out")
-    assert (code, err) == (0, "")
-    assert "deepspec (full)" in out
-    assert "F32" in out
-    code, out, err = run("inspect", tmp_path / "out", "--json")
-    assert json.loads(out)["config"]["dtype"] == "float32"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("convert", "{absent}", "{out}"), ("convert", "{source}", "{source}"), ("convert", "{broken}", "{out}"),
-        ("convert", "{source}", "{out}", "--format", "x"), ("convert", "{source}", "{out}", "--dtype", "x"),
-        ("convert", "{source}", "{out}", "--target", "{absent}"), ("convert", "{refused}", "{out}"),
-        ("inspect", "{broken}"), ("inspect", "{absent}"), ("verify", "{source}", "{absent}"),
-        ("verify", "{source}", "{source}", "--blocks", "0"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, arguments):
-    broken = make("deepspec-gated", tmp_path)
-    (broken / "model.safetensors").write_bytes(b"\xff" * 100)
-    places = {
-        "source": make("deepspec-vanilla", tmp_path), "out": tmp_path / "out", "absent": tmp_path / "absent",
-        "broken": broken, "refused": make("nvfp4", tmp_path),
-    }  # fmt: skip
-    code, out, err = run(*(str(argument).format(**places) for argument in arguments))
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert err.startswith(f"dspark-jax {arguments[0]}: error: ")
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_script_is_the_command(tmp_path):
-    source = make("deepspec-vanilla", tmp_path)
-    script = TESTS.parent / "scripts" / "convert_checkpoint.py"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, script, source, tmp_path / "out", "--head-only"],
-        capture_output=True, text=True, cwd=tmp_path, env=environment, check=False,
-    )  # fmt: skip
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "5 tensors" in result.stdout
-    same_heads(load_head(tmp_path / "out"), load_head(source))
-
-
-def test_the_fixture_script_writes_what_is_asked(tmp_path):
-    script = TESTS.parent / "scripts" / "make_fixtures.py"
-    result = subprocess.run([sys.executable, script, tmp_path, "lfm2"], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout.strip()) == (0, str(tmp_path / "lfm2"))
-    assert open_checkpoint(tmp_path / "lfm2").config.hidden_size == H
-    assert subprocess.run([sys.executable, script, tmp_path, "x"], capture_output=True, check=False).returncode == 2
-
-
-def test_missing_orbax_is_said_clearly(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ImportError, match=r"Orbax trees needs orbax.*pip install 'dspark-jax\[orbax\]'"):
-        convert(make("deepspec-vanilla", tmp_path), tmp_path / "out", format="orbax")
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_progress_bar_appears_after_a_second(monkeypatch):
-    from dspark_jax import progress
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    for installed in (True, False):
-        if not installed:
-            monkeypatch.setitem(sys.modules, "rich.console", None)
-        terminal = Terminal()
-        monkeypatch.setattr(sys, "stderr", terminal)
-        now[0] = 0.0
-        with progress.Progress(100, True) as bar:
-            bar.add("a", 10)
-            assert terminal.getvalue() == ""
-            now[0] = 2.0
-            bar.add("b", 40)
-            assert bar.done == 50
-        assert terminal.getvalue() != ""
-        if not installed:
-            assert "50%" in terminal.getvalue()
-
-
-def test_importing_needs_no_optional_package():
-    # Neither torch nor orbax nor huggingface_hub is imported by the library or by reading a checkpoint.
-    code = (
-        "import sys, dspark_jax.checkpoint, dspark_jax.cli.convert\n"
-        f"dspark_jax.load_head({str(TESTS.parent / 'checkpoints' / 'dspark-rnn')!r})\n"
-        "print([m for m in ('torch', 'orbax', 'huggingface_hub', 'transformers') if m in sys.modules])"
-    )
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(pathlib.Path(dspark_jax.__file__).parent.parent),
-    }
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert result.stdout.strip() == "[]"

@@ -1,19 +1,15 @@
 """Budgets of the GPU programs, compiled for an H200 and run nowhere: bytes, launches, temporaries, aliasing, sorts."""
 
 import dataclasses
-import pathlib
-import sys
 
 import pytest
+from gpu import compile
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
-import gpu_compile
+if compile.missing() is not None:
+    pytest.skip(str(compile.missing()), allow_module_level=True)
 
-if gpu_compile.missing() is not None:
-    pytest.skip(str(gpu_compile.missing()), allow_module_level=True)
-
-import gpu_report
-from gpu_report import Case
+from gpu import cases
+from gpu.cases import Case
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +19,11 @@ DENSE, TOPK = Case(), Case(topk=512, outputs="candidates")
 @pytest.fixture(scope="module")
 def rows():
     """Return a function that compiles a case once and gives its row of the report."""
-    target, known = gpu_compile.Target(), {}
+    target, known = compile.Target(), {}
 
     def row(case):
         if case not in known:
-            known[case] = gpu_report.measure(case, target)
+            known[case] = cases.measure(case, target)
         return known[case]
 
     return row

@@ -1,12 +1,8 @@
 """The counter of bytes and launches, on small HLO programs whose traffic is known by hand."""
 
-import pathlib
-import sys
-
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
-import hlo_report
+from gpu import count
+from gpu.hlo import Shape
 
 
 def entry(*lines, computations=""):
@@ -15,7 +11,7 @@ def entry(*lines, computations=""):
 
 
 def counted(text, rules=None):
-    result = hlo_report.report(text, rules)
+    result = count.report(text, rules)
     return result.nbytes, result.kernels
 
 
@@ -61,7 +57,7 @@ def test_a_conditional_counts_its_dearest_branch_and_lists_all():
 }"""
     line = "ROOT %c = f32[100]{0} conditional(%i, %p, %p), branch_computations={%one, %two}"
     text = entry("%p = f32[100]{0} parameter(0)", "%i = s32[] parameter(1)", line, computations=branches)
-    result = hlo_report.report(text)
+    result = count.report(text)
     assert (result.nbytes, result.kernels, result.branches) == (800, 1, [(800, 0)])
 
 
@@ -150,8 +146,8 @@ def test_pallas_kernels_are_found_by_name_and_need_a_rule():
         counted(text)
     seen = []
     assert counted(text, {"mine": lambda c: seen.append(c) or 123}) == (123, 1)
-    assert seen[0].operands == (hlo_report.Shape("f32", (640,)),)
-    assert seen[0].results == (hlo_report.Shape("f32", (64,)),)
+    assert seen[0].operands == (Shape("f32", (640,)),)
+    assert seen[0].results == (Shape("f32", (64,)),)
 
 
 def test_sorts_are_listed_by_length():
@@ -160,9 +156,9 @@ def test_sorts_are_listed_by_length():
         "%s = f32[4,151936]{1,0} sort(%p), dimensions={1}, to_apply=%less",
         'ROOT %r = f32[4,99]{1,0} custom-call(%s), custom_call_target="__cub$DeviceRadixSort"',
     )
-    assert hlo_report.report(text).sorts == [151936, 99]
+    assert count.report(text).sorts == [151936, 99]
 
 
 def test_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
-        hlo_report.report("HloModule m\n")
+        count.report("HloModule m\n")

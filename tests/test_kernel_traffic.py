@@ -4,20 +4,16 @@ Each program of a kernel's grid runs in Python with its loads and stores replace
 really touched (masked lanes touch none), and what is stored is checked too, without JAX's interpreter in between.
 """
 
-import pathlib
-import sys
 from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu.count import PallasCall
+from gpu.hlo import Shape
+from gpu.kernel_rules import RULES
 from jax.experimental import pallas as pl
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
-from hlo_report import PallasCall
-from hlo_text import Shape
-from kernel_rules import RULES
 
 from dspark_jax.kernels import dense_step as step
 from dspark_jax.kernels import pick, walk

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from hlo_report import SECTOR, PallasCall, Rule
-from hlo_text import BYTES, Shape
+from .count import SECTOR, PallasCall, Rule
+from .hlo import BYTES, Shape
 
 
 def _small(shapes: tuple[Shape, ...], big: int = 2) -> int:

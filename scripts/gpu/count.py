@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-from hlo_text import BYTES, Computation, Instruction, Module, Shape, parameters, parse_module, root_of
+from .hlo import BYTES, Computation, Instruction, Module, Shape, parameters, parse_module, root_of
 
 SECTOR = 32
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"} | {
