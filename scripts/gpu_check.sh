@@ -21,7 +21,7 @@ if ! "$python" -c 'import jax, sys; sys.exit(jax.default_backend() != "gpu")' 2>
     exit 2
 fi
 
-timeout 120 "$python" -m pytest tests/test_gpu.py -m gpu -q -o filterwarnings=default -p no:cacheprovider \
+timeout 120 "$python" -m pytest tests/kernels/test_gpu.py -m gpu -q -o filterwarnings=default -p no:cacheprovider \
     --junitxml="$work/tests.xml"
 tests=$?
 timeout 100 "$python" scripts/bench_draft.py --batch 64 --rounds 15 --seconds 20 --profile --no-compile \

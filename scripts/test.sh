@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up an environment and runs the tests in it: the fast ones (about 5 minutes on two cores), or all with --all, which
-# adds the statistics of hundreds of thousands of requests. Other arguments go to pytest: scripts/test.sh tests/test_load.py
+# adds the statistics of hundreds of thousands of requests. Other arguments go to pytest: scripts/test.sh tests/checkpoint/test_load.py
 set -euo pipefail
 cd "$(dirname "$0")/.."
 all=0

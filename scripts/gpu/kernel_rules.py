@@ -1,8 +1,9 @@
 """Bytes that the Pallas kernels move, from the shapes of their operands: HLO shows them as opaque calls.
 
 Each array counts once however many programs read it, since what is shared stays in the L2 cache; rows gathered by id
-count per id; a kernel that works in place on a whole [S, B, n] buffer counts its slab. tests/test_kernel_traffic.py
-runs the kernels' own code element by element and holds these formulas to the loads and stores that it makes.
+count per id; a kernel that works in place on a whole [S, B, n] buffer counts its slab. A test
+(tests/kernels/test_kernel_traffic.py) runs the kernels' own code element by element and holds these formulas to the
+loads and stores that it makes.
 """
 
 from __future__ import annotations

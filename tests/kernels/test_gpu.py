@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_logits, make_head, make_inputs
-from test_kernels import CASES, make_draw, make_rows, write_noise
+from kernel_cases import CASES, make_draw, make_rows, write_noise
 
 from dspark_jax import draft_from_logits, noise
 from dspark_jax.config import DraftOptions

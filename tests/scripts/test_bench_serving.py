@@ -1,27 +1,15 @@
 """The closed loop of scripts/bench_serving.py on tiny models."""
 
 import argparse
-import importlib.util
-import sys
 
+import bench_serving as bench
 import numpy as np
 import pytest
-from helpers import TESTS
 from tiny import make_drafter, make_target
 
 
-@pytest.fixture(scope="module")
-def bench():
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("bench_serving", TESTS.parent / "scripts" / "bench_serving.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
-def test_every_request_is_served_and_users_never_wait(bench):
+def test_every_request_is_served_and_users_never_wait():
     target = make_target(num_hidden_layers=2)
     drafter = make_drafter(num_hidden_layers=1, target_layer_ids=[-1, 0], num_target_layers=2)
     args = argparse.Namespace(temperature=0.0, output_length=9)
@@ -36,7 +24,7 @@ def test_every_request_is_served_and_users_never_wait(bench):
     assert 1 <= length <= 6
 
 
-def test_synthetic_prompts(bench):
+def test_synthetic_prompts():
     args = argparse.Namespace(prompts="random", input_length=7)
     found = bench.read_synthetic(args, 37, count=5)
     assert {len(prompt) for prompt in found} == {7}

@@ -5,27 +5,17 @@ know nothing of drafting. Broken forms of q, of the residual and of the noise mu
 """
 
 import dataclasses
-import importlib.util
 import itertools
-import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
+import losslessness as sim
 import numpy as np
 import pytest
 from helpers import softmax
 
 import dspark_jax.verification.verify as verify_module
 from dspark_jax import DraftBlock, DraftSampling, teacher_forced_logits, verify_block
-
-path = pathlib.Path(__file__).parent.parent / "scripts" / "losslessness.py"
-spec = importlib.util.spec_from_file_location("losslessness", path)
-assert spec is not None
-assert spec.loader is not None
-sim = importlib.util.module_from_spec(spec)
-sys.modules["losslessness"] = sim
-spec.loader.exec_module(sim)
 
 N = 400_000
 SETTINGS = sim.pairwise()

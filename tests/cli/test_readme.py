@@ -1,12 +1,12 @@
 """Python examples of the README and the decoding guide run as written, from the root, and print what they say."""
 
-import pathlib
 import re
 import runpy
 
 import pytest
+from helpers import TESTS
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = TESTS.parent
 PAGES = ("README.md", "docs/decoding.md")  # pages whose Python examples are whole programs
 EXAMPLES = [
     example
