@@ -15,6 +15,7 @@ if os.environ.get("FAST_COMPILES", "1") == "1":
     )
 
 import pathlib
+import zlib
 
 import pytest
 from helpers import CHECKPOINTS, GOLDENS
@@ -30,3 +31,17 @@ def goldens() -> pathlib.Path:
 def checkpoints() -> pathlib.Path:
     """The folder of bundled trained checkpoints."""
     return CHECKPOINTS
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --sample-slow N, which keeps every N-th of the slow tests: the same ones each time, by their names."""
+    parser.addoption("--sample-slow", type=int, default=1, metavar="N", help="run one in N of the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the slow tests that --sample-slow leaves out."""
+    share = config.getoption("--sample-slow")
+    left_out = [item for item in items if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % share]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

@@ -1,4 +1,4 @@
-"""Checks of what verify_block is handed, beside those of entry.py: the block's q, draft lengths and stop tokens."""
+"""Checks of what verify_block is handed, beside those of coerce.py: the block's q, draft lengths and stop tokens."""
 
 from __future__ import annotations
 

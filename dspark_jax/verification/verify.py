@@ -186,7 +186,7 @@ def verify_block(
             belongs to the first drafted token.
         sampling: what the block was drafted with; its temperature is the target's too. None: all requests are greedy.
         num_draft: int [B] or a number, verifies fewer steps than block.num_draft (it never adds any); decide it before
-            looking at what was drafted beyond it (see schedule.py).
+            looking at what was drafted beyond it (see confidence/schedule.py).
         target_filter: restricts the target's distribution (allowed tokens, min-p, top-k, top-p), per request.
         stop_ids: int [n], or [B, n] padded with -1; nothing is committed after the first of them. A stop token among
             the accepted ones ends the block: no further token is drawn.
