@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .confidence.calibration import load_calibration as load_calibration
     from .confidence.costs import CostTable as CostTable
     from .confidence.costs import profile_sps as profile_sps
-    from .confidence.schedule import PrefixScheduler as PrefixScheduler
-    from .confidence.schedule import ThresholdPolicy as ThresholdPolicy
+    from .confidence.policies import PrefixScheduler as PrefixScheduler
+    from .confidence.policies import ThresholdPolicy as ThresholdPolicy
     from .config import DraftConfig as DraftConfig
     from .config import DSparkConfig as DSparkConfig
     from .decoding.generate import Generated as Generated
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from .types import DraftBlock as DraftBlock
     from .types import DraftBuffer as DraftBuffer
     from .types import DraftSampling as DraftSampling
+    from .verification.api import verify_block as verify_block
     from .verification.filter import TargetFilter as TargetFilter
     from .verification.verify import Verified as Verified
-    from .verification.verify import verify_block as verify_block
 
 # Where each public name lives; a test holds this table to the imports above.
 _HOMES = {
@@ -55,11 +55,11 @@ _HOMES = {
     "DraftSampling": "types",
     "Drafter": "drafting.drafter",
     "Generated": "decoding.generate",
-    "PrefixScheduler": "confidence.schedule",
+    "PrefixScheduler": "confidence.policies",
     "RoundEvent": "decoding.generate",
     "Target": "transformer.target",
     "TargetFilter": "verification.filter",
-    "ThresholdPolicy": "confidence.schedule",
+    "ThresholdPolicy": "confidence.policies",
     "Verified": "verification.verify",
     "draft_block": "drafting.api",
     "draft_from_logits": "drafting.api",
@@ -75,7 +75,7 @@ _HOMES = {
     "profile_sps": "confidence.costs",
     "stream": "decoding.generate",
     "teacher_forced_logits": "drafting.api",
-    "verify_block": "verification.verify",
+    "verify_block": "verification.api",
 }
 
 for _name in ("vanilla", "gated", "rnn"):

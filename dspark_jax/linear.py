@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .types import Floats
 
 
-def product(x: jax.Array, weight: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+def product(
+    x: Float[Array, "*rows n"], weight: Float[Array, "m n"], dtype: Any = jnp.float32
+) -> Float[Array, "*rows m"]:
     """Return x [..., n] @ weight[m, n].T with float32 accumulation, rounded once to `dtype`: [..., m].
 
     x is cast to the weight's dtype first (a half-precision product runs on tensor cores; float32 ones are exact float32
@@ -20,13 +24,18 @@ def product(x: jax.Array, weight: jax.Array, dtype: Any = jnp.float32) -> jax.Ar
     return lax.dot_general(x.astype(weight.dtype), weight, contract, precision=precision, preferred_element_type=dtype)
 
 
-def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+def gather_rows(table: Float[Array, "m n"], ids: Int[Array, " *rows"]) -> Float[Array, "*rows n"]:
     """Gather table rows at ids of any shape; an id outside the table gives a row of zeros (never a wrapped row)."""
     # mode="fill" still wraps negative ids, so they are sent beyond the table.
     return jnp.take(table, jnp.where(ids < 0, table.shape[0], ids), axis=0, mode="fill", fill_value=0)
 
 
-def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+def as_last_axis(vector: Float[Array, " n"], ndim: int) -> Float[Array, "... n"]:
+    """Return a vector with unit axes before it, [1, ..., 1, n], so that it broadcasts along arrays of `ndim` axes."""
+    return vector.reshape((1,) * (ndim - 1) + vector.shape)
+
+
+def round_to(x: Floats, dtype: Any) -> Floats:
     """Round float32 to the values of `dtype`, staying float32.
 
     XLA may drop a cast to a narrower type and back; it must keep an explicit reduction of precision.

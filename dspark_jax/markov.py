@@ -5,11 +5,12 @@ from __future__ import annotations
 import abc
 from typing import Any, ClassVar
 
-import jax
 from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
 
 from .head_kinds import HeadKind
 from .linear import gather_rows
+from .types import Latents, MarkovW1, MarkovW2, StepHidden
 
 
 class MarkovHead(nnx.Module, abc.ABC):
@@ -25,15 +26,15 @@ class MarkovHead(nnx.Module, abc.ABC):
 
     kind: ClassVar[HeadKind]
 
-    def __init__(self, markov_w1: jax.Array, markov_w2: jax.Array) -> None:
+    def __init__(self, markov_w1: MarkovW1, markov_w2: MarkovW2) -> None:
         self.markov_w1 = nnx.Param(markov_w1)
         self.markov_w2 = nnx.Param(markov_w2)
 
-    def embed(self, prev: jax.Array) -> jax.Array:
+    def embed(self, prev: Int[Array, " *rows"]) -> Float[Array, "*rows r"]:
         """Return e = markov_w1[prev], prev.shape + [r]; zeros for ids outside [0, V)."""
         return gather_rows(self.markov_w1[...], prev)
 
-    def hoist(self, hidden: jax.Array | None) -> Any:
+    def hoist(self, hidden: StepHidden | None) -> Any:
         """Return the part of each step that depends on hidden [S, B, H] alone, a pytree of [S, B, ...] arrays."""
         del hidden
         return ()
@@ -44,5 +45,5 @@ class MarkovHead(nnx.Module, abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def step(self, state: Any, embedding: jax.Array, hoisted: Any) -> tuple[Any, jax.Array]:
+    def step(self, state: Any, embedding: Latents, hoisted: Any) -> tuple[Any, Float32[Array, "B r"]]:
         """Advance one step: (state, e [B, r], the step's hoisted part [B, ...]) -> (state, latent float32 [B, r])."""

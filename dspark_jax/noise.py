@@ -11,9 +11,11 @@ floats made from them may differ in the last bit between kernels. docs/noise.md 
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, UInt32
+
+from .types import Bools, Floats, Ints, RequestFloats, RequestInts, RequestRows, RowIds, Words
 
 # The streams never overlap: sharing draft and residual noise biases the committed tokens.
 DRAFT, ACCEPT, RESIDUAL = 0, 1, 2
@@ -25,7 +27,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 
 
-def threefry2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def threefry2x32(key: tuple[Words, Words], counter: tuple[Words, Words]) -> tuple[Words, Words]:
     """Encrypt a two-word counter with threefry2x32, 20 rounds; all words uint32, broadcast together."""
     k0, k1 = key
     schedule = (k0, k1, k0 ^ k1 ^ jnp.uint32(_PARITY))
@@ -40,7 +42,7 @@ def threefry2x32(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax
     return x0, x1
 
 
-def noise_bits(seed: jax.Array, position: jax.Array, step: jax.Array | int, stream: int, ids: jax.Array) -> jax.Array:
+def noise_bits(seed: Words, position: Ints, step: Ints | int, stream: int, ids: Ints) -> Words:
     """Return the 32 noise bits of each token id; the arguments broadcast together.
 
     Args:
@@ -57,30 +59,35 @@ def noise_bits(seed: jax.Array, position: jax.Array, step: jax.Array | int, stre
     return threefry2x32((seed.astype(jnp.uint32), position.astype(jnp.uint32)), (ids.astype(jnp.uint32), low))[0]
 
 
-def uniform_from_bits(bits: jax.Array) -> jax.Array:
+def uniform_from_bits(bits: Words) -> Floats:
     """Map uint32 bits to float32 in the open interval (0, 1): (bits + 1/2) / 2**32, at most 1 - 2**-24."""
     # The half keeps zero out; small values keep their full relative precision, which the Gumbel tail needs.
     u = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
     return jnp.minimum(u, jnp.float32(1.0 - 2.0**-24))
 
 
-def gumbel_from_bits(bits: jax.Array) -> jax.Array:
+def gumbel_from_bits(bits: Words) -> Floats:
     """Map uint32 bits to float32 standard Gumbel noise, -log(-log(1 - u)); its range is (-2.82, 22.9)."""
     # log1p(-u) with u near 0 resolves the large values, which decide the draw, to 2**-32.
     return -jnp.log(-jnp.log1p(-uniform_from_bits(bits)))
 
 
-def is_greedy(temperature: jax.Array) -> jax.Array:
+def is_greedy(temperature: Floats) -> Bools:
     """Say which rows are greedy: those whose temperature is below 1e-5, or NaN."""
     return ~(temperature >= GREEDY_BELOW)
 
 
-def safe_temperature(temperature: jax.Array) -> jax.Array:
+def safe_temperature(temperature: Floats) -> Floats:
     """Return divisors that never give NaN: 1 in greedy rows, at most 1e30 (infinity would turn -inf into NaN)."""
     return jnp.where(is_greedy(temperature), 1.0, jnp.minimum(temperature, 1e30)).astype(jnp.float32)
 
 
-def scores(logits: jax.Array, temperature: jax.Array, bits: jax.Array, top: jax.Array | None = None) -> jax.Array:
+def scores(
+    logits: RequestRows,
+    temperature: RequestFloats,
+    bits: UInt32[Array, "B n"],
+    top: Float32[Array, "B 1"] | None = None,
+) -> RequestRows:
     """Return what a draw maximises: (logits - their maximum) / T + Gumbel noise, or the logits in greedy rows.
 
     Args:
@@ -96,7 +103,7 @@ def scores(logits: jax.Array, temperature: jax.Array, bits: jax.Array, top: jax.
     return jnp.where(is_greedy(temperature)[:, None], logits, noisy)
 
 
-def choose(score: jax.Array, ids: jax.Array | None = None) -> jax.Array:
+def choose(score: RequestRows, ids: RowIds | None = None) -> RequestInts:
     """Return the slot of each row's largest score; among equals the one with the lowest id.
 
     The slot exists whatever the row holds; a row with NaN, or with nothing finite, is for the caller to flag.
@@ -112,11 +119,11 @@ def choose(score: jax.Array, ids: jax.Array | None = None) -> jax.Array:
     return jnp.argmax(ids == lowest, axis=1).astype(jnp.int32)
 
 
-def row_is_valid(logits: jax.Array) -> jax.Array:
+def row_is_valid(logits: Float[Array, "*rows n"]) -> Bool[Array, " *rows"]:
     """Say which rows (last axis) hold no NaN and at least one finite value."""
     return jnp.isfinite(logits).any(axis=-1) & ~jnp.isnan(logits).any(axis=-1)
 
 
-def canonical(logits: jax.Array) -> jax.Array:
+def canonical(logits: Floats) -> Floats:
     """Replace -0 by +0, so that zeros of either sign are equal in every comparison and sort."""
     return lax.select(logits == 0, jnp.zeros_like(logits), logits)

@@ -26,6 +26,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt, UInt32
 Scalar = Float32[Array, ""]  # a threshold, a total
 Index = Int32[Array, ""]  # a step, an offset
 Floats = Float[Array, "..."]  # elementwise functions
+Ints = Int32[Array, "..."]  # ids, positions
+Bools = Bool[Array, "..."]  # what is said of each element, or of each row
 Words = UInt32[Array, "..."]  # bits of the generator
 Keys = UInt[Array, "..."]  # order-preserving integers of floats, as wide as they
 
@@ -52,6 +54,7 @@ StepRows = Float[Array, "S B n"]  # rows of n columns
 CandidateLogits = Float[Array, "S B k"]  # the candidates' logits
 CandidateIds = Int32[Array, "S B k"]  # the candidates' ids
 TargetLogits = Float[Array, "B R V"]  # the target's rows
+StopIds = Int32[Array, "B n"]  # stop tokens, padded with -1
 Committed = Int32[Array, "B R"]  # committed tokens, padded with -1
 RequestRows = Float[Array, "B n"]  # one row per request
 RowIds = Int32[Array, "B n"]  # ids of such a row's columns

@@ -18,7 +18,11 @@ import pathlib
 import zlib
 
 import pytest
-from helpers import CHECKPOINTS, GOLDENS
+import type_checks
+
+type_checks.install()
+
+from helpers import CHECKPOINTS, GOLDENS  # noqa: E402, of the package, which is hooked first
 
 
 @pytest.fixture(scope="session")

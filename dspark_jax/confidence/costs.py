@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32
 
 from ..atomic_files import write_json
 from ..checks import check_int, invalid
@@ -29,8 +30,8 @@ class CostTable:
         tokens: float32 [n], increasing; seconds: float32 [n].
     """
 
-    tokens: jax.Array
-    seconds: jax.Array
+    tokens: Float32[Array, " n"]
+    seconds: Float32[Array, " n"]
 
     @classmethod
     def make(cls, tokens: Any, sps: Any) -> CostTable:
@@ -71,7 +72,7 @@ class CostTable:
         table = {"tokens": [int(n) for n in tokens], "sps": [float(f"{1 / t:.6g}") for t in seconds]}
         write_json(path, table | facts)
 
-    def seconds_at(self, tokens: Any) -> jax.Array:
+    def seconds_at(self, tokens: Any) -> Float32[Array, "..."]:
         """Return the seconds of a step of `tokens` tokens (any shape), float32."""
         n = jnp.asarray(tokens).astype(jnp.float32)
         inside = jnp.interp(n, self.tokens, self.seconds)
@@ -80,7 +81,7 @@ class CostTable:
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
         return inside + jnp.maximum(slope, 0.0) * jnp.maximum(n - self.tokens[-1], 0.0)
 
-    def sps(self, tokens: Any) -> jax.Array:
+    def sps(self, tokens: Any) -> Float32[Array, "..."]:
         """Return target steps per second at a batch of `tokens` tokens (any shape), float32."""
         return 1.0 / self.seconds_at(tokens)
 

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,8 +14,9 @@ from ..coerce import coerce_sampling
 from ..config import METHODS
 from ..drafting.drafter import Drafter
 from ..transformer.target import Target
-from ..types import DraftSampling
-from ..verification.filter import TargetFilter, coerce_filter
+from ..types import Committed, DraftSampling, Scalar
+from ..verification.filter import TargetFilter
+from ..verification.inputs import coerce_filter
 from ..verification.verify import RULES
 from . import loop
 from .loop import DecodeState, LoopOptions
@@ -37,7 +37,7 @@ def prepare_options(
     min_confidence: Any = None,
     rule: str = "token",
     implementation: str | None = None,
-) -> tuple[LoopOptions, jax.Array | None]:
+) -> tuple[LoopOptions, Scalar | None]:
     """Check how to decode; return the static options and the confidence threshold."""
     if drafter is None:
         given = {"draft_topk": draft_topk, "min_confidence": min_confidence, "implementation": implementation}
@@ -87,7 +87,7 @@ def start(
     stop_ids: Any = None,
     target_filter: TargetFilter | None = None,
     capacity: int | None = None,
-) -> tuple[DecodeState, jax.Array]:
+) -> tuple[DecodeState, Committed]:
     """Prefill prompts: return the state of their decoding and the first committed token of each, int32 [B, 1].
 
     Raises:

@@ -13,13 +13,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
 
 from ..config import DraftOptions
 from ..drafting.drafter import Drafter, propose_block
 from ..noise import RESIDUAL, choose, gumbel_from_bits, noise_bits, row_is_valid
 from ..transformer.cache import ContextCache
 from ..transformer.target import Target
-from ..types import DraftSampling
+from ..types import (
+    Committed,
+    Confidence,
+    DraftSampling,
+    Features,
+    Index,
+    RequestFlags,
+    RequestFloats,
+    RequestInts,
+    RequestSeeds,
+    Scalar,
+    Sequences,
+    StopIds,
+)
 from ..verification.distributions import TargetDistribution
 from ..verification.filter import TargetFilter
 from ..verification.verify import verify
@@ -61,14 +75,14 @@ class DecodeState:
 
     target_cache: Any
     context: ContextCache | None
-    features: jax.Array | None
-    anchor: jax.Array
-    position: jax.Array
-    remaining: jax.Array
-    active: jax.Array
-    temperature: jax.Array
-    seed: jax.Array
-    stop_ids: jax.Array | None
+    features: Features | None
+    anchor: RequestInts
+    position: RequestInts
+    remaining: RequestInts
+    active: RequestFlags
+    temperature: RequestFloats
+    seed: RequestSeeds
+    stop_ids: StopIds | None
     target_filter: TargetFilter | None
 
 
@@ -85,14 +99,14 @@ class Round:
         confidence_logits: float32 [B, S], or None.
     """
 
-    tokens: jax.Array
-    num_draft: jax.Array
-    num_accepted: jax.Array
-    committed: jax.Array
-    confidence_logits: jax.Array | None
+    tokens: Committed
+    num_draft: RequestInts
+    num_accepted: RequestInts
+    committed: RequestInts
+    confidence_logits: Confidence | None
 
 
-def next_token(logits: jax.Array, draw: DraftSampling, target_filter: TargetFilter | None) -> jax.Array:
+def next_token(logits: Float32[Array, "B V"], draw: DraftSampling, target_filter: TargetFilter | None) -> RequestInts:
     """Draw the token at index draw.position from the processed target row: int32 [B], -1 where the row is invalid.
 
     Args:
@@ -106,7 +120,7 @@ def next_token(logits: jax.Array, draw: DraftSampling, target_filter: TargetFilt
     return jnp.where(row_is_valid(logits) & (log_p > -jnp.inf).any(axis=1), token, -1)
 
 
-def _advance(state: DecodeState, tokens: jax.Array, stopped: jax.Array) -> tuple[DecodeState, jax.Array]:
+def _advance(state: DecodeState, tokens: Committed, stopped: RequestFlags) -> tuple[DecodeState, Committed]:
     """Commit tokens [B, n] (padded with -1) in active requests; return the state and the tokens that were committed."""
     kept = (jnp.arange(tokens.shape[1])[None] < state.remaining[:, None]) & state.active[:, None]
     tokens = jnp.where(kept, tokens, -1)
@@ -123,7 +137,7 @@ def _advance(state: DecodeState, tokens: jax.Array, stopped: jax.Array) -> tuple
     return state, tokens
 
 
-def _is_stop(tokens: jax.Array, stop_ids: jax.Array | None) -> jax.Array:
+def _is_stop(tokens: RequestInts, stop_ids: StopIds | None) -> RequestFlags:
     if stop_ids is None:
         return jnp.zeros(tokens.shape, bool)
     return (tokens[:, None] == stop_ids).any(axis=1) & (tokens >= 0)
@@ -135,13 +149,13 @@ def prefill_chunk(
     drafter: Drafter | None,
     cache: Any,
     context: ContextCache | None,
-    logits: jax.Array,
-    tokens: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
+    logits: Float32[Array, "B V"],
+    tokens: Sequences,
+    start: Index,
+    lengths: RequestInts,
     *,
     taps: tuple[int, ...],
-) -> tuple[Any, ContextCache | None, jax.Array]:
+) -> tuple[Any, ContextCache | None, Float32[Array, "B V"]]:
     """Run prompt tokens [B, n] at positions start .. start + n - 1; keep the logits behind each prompt's last token.
 
     Args:
@@ -161,7 +175,9 @@ def prefill_chunk(
 
 
 @partial(jax.jit, static_argnames=("options",), donate_argnames=("state",))
-def first_token(state: DecodeState, logits: jax.Array, *, options: LoopOptions) -> tuple[DecodeState, jax.Array]:
+def first_token(
+    state: DecodeState, logits: Float32[Array, "B V"], *, options: LoopOptions
+) -> tuple[DecodeState, Committed]:
     """Commit the token behind each prompt, drawn from logits [B, V]; return the state and the tokens int32 [B, 1].
 
     Before the call `position` is the index of the prompt's last token.
@@ -176,7 +192,7 @@ def speculative_round(
     target: Target,
     drafter: Drafter,
     state: DecodeState,
-    min_confidence: jax.Array | None,
+    min_confidence: Scalar | None,
     scheduler: Any,
     *,
     options: LoopOptions,
@@ -228,6 +244,6 @@ def plain_round(target: Target, state: DecodeState, *, options: LoopOptions) -> 
 
 
 @partial(jax.jit, donate_argnames=("state",))
-def replace_rows(state: DecodeState, rows: jax.Array, fresh: DecodeState) -> DecodeState:
+def replace_rows(state: DecodeState, rows: Int32[Array, " b"], fresh: DecodeState) -> DecodeState:
     """Put new requests into rows int32 [b] of a running batch (continuous batching); `fresh` holds b requests."""
     return jax.tree.map(lambda old, new: old.at[rows].set(new), state, fresh)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..coerce import coerce_ids, coerce_sampling
 from ..config import DraftOptions
 from ..trace_count import Program
-from ..types import DraftBlock, DraftBuffer, DraftSampling
+from ..types import DraftBlock, DraftBuffer, DraftLogits, DraftSampling, Hidden, RequestInts, Scalar, Tokens
 from .draft import draft, teacher_forced
 from .head import DSparkHead
 from .inputs import check_head, check_threshold, coerce_hidden, prepare_hidden, prepare_logits, resolve_options
@@ -22,11 +22,11 @@ from .inputs import check_head, check_threshold, coerce_hidden, prepare_hidden, 
 
 def from_hidden(
     head: DSparkHead,
-    hidden: jax.Array,
-    anchor: jax.Array,
+    hidden: Hidden,
+    anchor: RequestInts,
     sampling: DraftSampling | None,
     buffer: DraftBuffer | None,
-    min_confidence: jax.Array | None,
+    min_confidence: Scalar | None,
     *,
     options: DraftOptions,
 ) -> tuple[DraftBlock, DraftBuffer | None]:
@@ -38,11 +38,11 @@ def from_hidden(
 
 def from_logits(
     head: DSparkHead,
-    base_logits: jax.Array,
-    anchor: jax.Array,
-    hidden: jax.Array | None,
+    base_logits: DraftLogits,
+    anchor: RequestInts,
+    hidden: Hidden | None,
     sampling: DraftSampling | None,
-    min_confidence: jax.Array | None,
+    min_confidence: Scalar | None,
     *,
     options: DraftOptions,
 ) -> DraftBlock:
@@ -123,11 +123,11 @@ def draft_from_logits(
 
 
 @jax.jit
-def _teacher_forced(head: DSparkHead, hidden: jax.Array, prev: jax.Array) -> jax.Array:
+def _teacher_forced(head: DSparkHead, hidden: Hidden, prev: Tokens) -> DraftLogits:
     return teacher_forced(head, jnp.swapaxes(hidden, 0, 1), prev.T)
 
 
-def teacher_forced_logits(head: DSparkHead, hidden: Any, prev_ids: Any) -> jax.Array:
+def teacher_forced_logits(head: DSparkHead, hidden: Any, prev_ids: Any) -> DraftLogits:
     """Return corrected logits [S, B, Vd] in the head's dtype for given previous tokens.
 
     Args:

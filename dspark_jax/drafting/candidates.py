@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..kernels.select import select_topk
-from ..types import DraftBuffer
+from ..types import CandidateIds, CandidateLogits, DraftBuffer, DraftLogits, StepLogits
 
 
-def select(base: jax.Array, k: int, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
+def select(base: DraftLogits, k: int, *, implementation: str | None = None) -> tuple[CandidateLogits, CandidateIds]:
     """Return the k largest base logits of each row, descending, ties (and zeros of either sign) to the lowest id.
 
     NaN of either sign counts as the largest value, so a row that holds one shows it among its candidates.
@@ -33,7 +32,7 @@ def select(base: jax.Array, k: int, *, implementation: str | None = None) -> tup
     return values.reshape(S, B, k), ids.reshape(S, B, k)
 
 
-def scatter(dense: jax.Array, ids: jax.Array, values: jax.Array | float) -> jax.Array:
+def scatter(dense: StepLogits, ids: CandidateIds, values: CandidateLogits | float) -> StepLogits:
     """Write values [S, B, k] (or one number) into columns ids [S, B, k] of dense [S, B, V]."""
     S, B, _ = ids.shape
     s = lax.broadcasted_iota(jnp.int32, (S, B, 1), 0)
@@ -48,6 +47,6 @@ def empty_buffer(steps: int, batch: int, vocab_size: int, k: int, dtype: Any) ->
     return DraftBuffer(logits=jnp.full((steps, batch, vocab_size), -jnp.inf, dtype), ids=jnp.array(ids))
 
 
-def refill(buffer: DraftBuffer, ids: jax.Array, logits: jax.Array) -> DraftBuffer:
+def refill(buffer: DraftBuffer, ids: CandidateIds, logits: CandidateLogits) -> DraftBuffer:
     """Reset the columns the buffer's last call wrote and write this call's candidates: O(S * B * k) in place."""
     return DraftBuffer(logits=scatter(scatter(buffer.logits, buffer.ids, -jnp.inf), ids, logits), ids=ids)

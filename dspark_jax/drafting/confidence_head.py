@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from ..linear import product
+from ..types import StepConfidence, StepHidden, StepLatents
 
 
 class ConfidenceHead(nnx.Module):
@@ -18,11 +19,11 @@ class ConfidenceHead(nnx.Module):
         weight: [H + r] or [H]; bias: [] or None.
     """
 
-    def __init__(self, weight: jax.Array, bias: jax.Array | None = None) -> None:
+    def __init__(self, weight: Float[Array, " m"], bias: Float[Array, ""] | None = None) -> None:
         self.weight = nnx.Param(weight)
         self.bias = nnx.data(None if bias is None else nnx.Param(bias))
 
-    def __call__(self, hidden: jax.Array, embedding: jax.Array | None) -> jax.Array:
+    def __call__(self, hidden: StepHidden, embedding: StepLatents | None) -> StepConfidence:
         """Return float32 logits [S, B] from hidden [S, B, H] and e [S, B, r] (unused where the weight is H wide)."""
         H = hidden.shape[-1]
         logit = product(hidden, self.weight[None, :H])[..., 0]

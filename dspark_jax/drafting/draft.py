@@ -13,7 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..config import DraftOptions
-from ..types import DraftBlock, DraftBuffer, DraftSampling
+from ..types import (
+    DraftBlock,
+    DraftBuffer,
+    DraftLogits,
+    DraftSampling,
+    Latents,
+    RequestInts,
+    Scalar,
+    StepConfidence,
+    StepFlags,
+    StepHidden,
+    StepLogits,
+    StepTokens,
+)
 from . import candidates
 from .head import DSparkHead
 from .heads import bias
@@ -23,12 +36,12 @@ from .steps import take_steps
 
 def draft(
     head: DSparkHead,
-    base: jax.Array,
-    anchor: jax.Array,
-    hidden: jax.Array | None,
+    base: DraftLogits,
+    anchor: RequestInts,
+    hidden: StepHidden | None,
     sampling: DraftSampling | None,
     buffer: DraftBuffer | None = None,
-    min_confidence: jax.Array | None = None,
+    min_confidence: Scalar | None = None,
     *,
     options: DraftOptions,
 ) -> tuple[DraftBlock, DraftBuffer | None]:
@@ -85,20 +98,20 @@ def draft(
     return block, buffer
 
 
-def teacher_forced(head: DSparkHead, hidden: jax.Array, prev: jax.Array) -> jax.Array:
+def teacher_forced(head: DSparkHead, hidden: StepHidden, prev: StepTokens) -> DraftLogits:
     """Return corrected logits [S, B, Vd] where the previous tokens prev [S, B] are given; hidden [S, B, H]."""
     base, markov = head.base_logits(hidden), head.markov
     if markov is None:
         return base
 
-    def body(state: Any, xs: Any) -> tuple[Any, jax.Array]:
+    def body(state: Any, xs: Any) -> tuple[Any, Latents]:
         return markov.step(state, *xs)
 
     _, latents = lax.scan(body, markov.start(prev.shape[1]), (markov.embed(prev), markov.hoist(hidden)))
     return (base.astype(jnp.float32) + bias(latents, markov.markov_w2[...])).astype(base.dtype)
 
 
-def _mask_padding(head: DSparkHead, logits: jax.Array) -> jax.Array:
+def _mask_padding(head: DSparkHead, logits: DraftLogits) -> DraftLogits:
     """Set the columns [..., Vd] beyond the target vocabulary to -inf, where the draft vocabulary is padded."""
     V = head.config.vocab_size
     if head.target_ids is not None or logits.shape[-1] <= V:
@@ -107,7 +120,7 @@ def _mask_padding(head: DSparkHead, logits: jax.Array) -> jax.Array:
     return jnp.where(column < V, logits, jnp.array(-jnp.inf, logits.dtype))
 
 
-def _to_target_columns(head: DSparkHead, logits: jax.Array) -> jax.Array:
+def _to_target_columns(head: DSparkHead, logits: DraftLogits) -> StepLogits:
     """Bring logits [S, B, Vd] to the target vocabulary [S, B, V]; -inf where no draft id stands for a target id."""
     V = head.config.vocab_size
     if head.target_ids is None:
@@ -116,7 +129,7 @@ def _to_target_columns(head: DSparkHead, logits: jax.Array) -> jax.Array:
     return empty.at[..., head.target_ids].set(logits, unique_indices=True, indices_are_sorted=True)
 
 
-def _confidence(head: DSparkHead, hidden: jax.Array | None, prev: jax.Array) -> jax.Array | None:
+def _confidence(head: DSparkHead, hidden: StepHidden | None, prev: StepTokens) -> StepConfidence | None:
     """Return confidence logits float32 [S, B] for previous tokens [S, B]; None without a head or hidden states."""
     if head.confidence is None or hidden is None:
         return None
@@ -124,9 +137,9 @@ def _confidence(head: DSparkHead, hidden: jax.Array | None, prev: jax.Array) -> 
     return head.confidence(hidden, None if read is None else read.embed(prev))
 
 
-def _num_draft(valid: jax.Array, confidence: jax.Array | None, min_confidence: jax.Array | None) -> jax.Array:
+def _num_draft(valid: StepFlags, confidence: StepConfidence | None, min_confidence: Scalar | None) -> RequestInts:
     """Return int32 [B]: steps before the first that is invalid or whose confidence is below the threshold."""
     go_on = valid
     if min_confidence is not None and confidence is not None:
         go_on &= jax.nn.sigmoid(confidence) >= min_confidence
-    return jnp.cumprod(go_on.astype(jnp.int32), axis=0).sum(axis=0)
+    return jnp.cumprod(go_on.astype(jnp.int32), axis=0).sum(axis=0, dtype=jnp.int32)

@@ -14,7 +14,7 @@ from ..coerce import coerce_floats, coerce_ids, coerce_sampling
 from ..config import DraftOptions
 from ..transformer.backbone import Backbone
 from ..transformer.cache import ContextCache
-from ..types import DraftBlock, DraftSampling
+from ..types import DraftBlock, DraftSampling, Features, RequestInts, Scalar
 from .draft import draft
 from .head import DSparkHead
 from .inputs import check_threshold, resolve_options
@@ -108,11 +108,11 @@ class Drafter(nnx.Module):
         steps = self.config.max_steps if num_steps is None else num_steps
         return resolve_options(self.head, topk, outputs, logits_dtype, implementation, steps)
 
-    def check_threshold(self, min_confidence: Any) -> jax.Array | None:
+    def check_threshold(self, min_confidence: Any) -> Scalar | None:
         """Return the confidence threshold as a float32 scalar, or None."""
         return check_threshold(self.head, min_confidence, has_hidden=True)
 
-    def _features(self, cache: ContextCache, features: Any) -> jax.Array:
+    def _features(self, cache: ContextCache, features: Any) -> Features:
         batch, width = cache.lengths.shape[0], self.backbone.feature_size
         return coerce_floats("features", features, (batch, None, width), "[B, F, T * Ht]", self.backbone.dtype)
 
@@ -120,11 +120,11 @@ class Drafter(nnx.Module):
 def propose_block(
     drafter: Drafter,
     cache: ContextCache,
-    features: jax.Array,
-    anchor: jax.Array,
-    positions: jax.Array,
+    features: Features,
+    anchor: RequestInts,
+    positions: RequestInts,
     sampling: DraftSampling | None,
-    min_confidence: jax.Array | None,
+    min_confidence: Scalar | None,
     *,
     options: DraftOptions,
 ) -> tuple[DraftBlock, ContextCache]:
@@ -153,5 +153,5 @@ _propose = jax.jit(propose_block, static_argnames=("options",), donate_argnames=
 
 
 @jax.jit(donate_argnames=("cache",))
-def _extend(backbone: Backbone, cache: ContextCache, features: jax.Array, lengths: jax.Array) -> ContextCache:
+def _extend(backbone: Backbone, cache: ContextCache, features: Features, lengths: RequestInts) -> ContextCache:
     return backbone.extend(cache, features, lengths)

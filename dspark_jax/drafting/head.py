@@ -13,6 +13,7 @@ from ..confidence.calibration import Calibration
 from ..config import DSparkConfig
 from ..linear import product
 from ..markov import MarkovHead
+from ..types import DraftLogits, LmHead, StepHidden, TargetIds
 from .confidence_head import ConfidenceHead
 
 
@@ -35,10 +36,10 @@ class DSparkHead(nnx.Module):
     def __init__(
         self,
         config: DSparkConfig,
-        lm_head: jax.Array | None,
+        lm_head: LmHead | None,
         markov: MarkovHead | None = None,
         confidence: ConfidenceHead | None = None,
-        draft_to_target: jax.Array | None = None,
+        draft_to_target: TargetIds | None = None,
         calibration: Calibration | None = None,
     ) -> None:
         self.config = config
@@ -90,11 +91,11 @@ class DSparkHead(nnx.Module):
         return jnp.dtype(jnp.float32) if self.markov is None else self.markov.markov_w2.dtype
 
     @property
-    def target_ids(self) -> jax.Array | None:
+    def target_ids(self) -> TargetIds | None:
         """Target id of each draft id, int32 [Vd]; None where they are the same."""
         return None if self.draft_to_target is None else self.draft_to_target[...]
 
-    def base_logits(self, hidden: jax.Array, dtype: Any = None) -> jax.Array:
+    def base_logits(self, hidden: StepHidden, dtype: Any = None) -> DraftLogits:
         """Return softcap(lm_head(hidden) * logit_scale) for step-major hidden [S, B, H]: [S, B, Vd].
 
         Args:

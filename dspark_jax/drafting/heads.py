@@ -20,18 +20,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from ..head_kinds import MARKOV_PREFIX, HeadKind, HeadParameter, register
-from ..linear import product
+from ..linear import as_last_axis, product
 from ..markov import MarkovHead
+from ..types import Latents, MarkovW1, MarkovW2, RowIds, StepHidden
 
 
-def bias(latent: jax.Array, markov_w2: jax.Array) -> jax.Array:
+def bias(latent: Float[Array, "*rows r"], markov_w2: MarkovW2) -> Float32[Array, "*rows Vd"]:
     """Return the bias of the whole draft vocabulary: latent [..., r] @ markov_w2[Vd, r].T, float32 [..., Vd]."""
     return product(latent, markov_w2)
 
 
-def bias_at(latent: jax.Array, markov_w2: jax.Array, draft_ids: jax.Array) -> jax.Array:
+def bias_at(latent: Latents, markov_w2: MarkovW2, draft_ids: RowIds) -> Float32[Array, "B n"]:
     """Return the bias of chosen draft ids: latent [B, r] times rows draft_ids [B, k] of markov_w2, float32 [B, k]."""
     chosen = jnp.take(markov_w2, draft_ids, axis=0)
     precision = lax.Precision.HIGHEST if chosen.dtype == jnp.float32 else None
@@ -44,7 +46,7 @@ def bias_at(latent: jax.Array, markov_w2: jax.Array, draft_ids: jax.Array) -> ja
 class VanillaMarkovHead(MarkovHead):
     """z = e: the latent is the previous token's embedding."""
 
-    def step(self, state: Any, embedding: jax.Array, hoisted: Any) -> tuple[Any, jax.Array]:
+    def step(self, state: Any, embedding: Latents, hoisted: Any) -> tuple[Any, Float32[Array, "B r"]]:
         """Return the embedding as float32; the state stays empty."""
         del hoisted
         return state, embedding.astype(jnp.float32)
@@ -59,16 +61,21 @@ class GatedMarkovHead(MarkovHead):
     """
 
     def __init__(
-        self, markov_w1: jax.Array, markov_w2: jax.Array, gate_weight: jax.Array, gate_bias: jax.Array
+        self,
+        markov_w1: MarkovW1,
+        markov_w2: MarkovW2,
+        gate_weight: Float[Array, "r H+r"],
+        gate_bias: Float[Array, " r"],
     ) -> None:
         super().__init__(markov_w1, markov_w2)
         self.gate_weight, self.gate_bias = nnx.Param(gate_weight), nnx.Param(gate_bias)
 
-    def hoist(self, hidden: jax.Array) -> Any:
+    def hoist(self, hidden: StepHidden) -> Float32[Array, "S B r"]:
         """Return the gate's hidden part and bias, float32 [S, B, r]."""
-        return product(hidden, self.gate_weight[:, : hidden.shape[-1]]) + self.gate_bias[...].astype(jnp.float32)
+        bias = as_last_axis(self.gate_bias[...].astype(jnp.float32), 3)
+        return product(hidden, self.gate_weight[:, : hidden.shape[-1]]) + bias
 
-    def step(self, state: Any, embedding: jax.Array, hoisted: Any) -> tuple[Any, jax.Array]:
+    def step(self, state: Any, embedding: Latents, hoisted: Any) -> tuple[Any, Float32[Array, "B r"]]:
         """Advance one step; the state stays empty."""
         gate = hoisted + product(embedding, self.gate_weight[:, -embedding.shape[-1] :])
         return state, jax.nn.sigmoid(gate) * embedding.astype(jnp.float32)
@@ -83,21 +90,26 @@ class RnnMarkovHead(MarkovHead):
     """
 
     def __init__(
-        self, markov_w1: jax.Array, markov_w2: jax.Array, joint_weight: jax.Array, joint_bias: jax.Array
+        self,
+        markov_w1: MarkovW1,
+        markov_w2: MarkovW2,
+        joint_weight: Float[Array, "3*r 2*r+H"],
+        joint_bias: Float[Array, " 3*r"],
     ) -> None:
         super().__init__(markov_w1, markov_w2)
         self.joint_weight = nnx.Param(joint_weight)
         self.joint_bias = nnx.Param(joint_bias)
 
-    def hoist(self, hidden: jax.Array) -> Any:
+    def hoist(self, hidden: StepHidden) -> Float32[Array, "S B n"]:
         """Return the joint projection's hidden part and bias, float32 [S, B, 3r]."""
-        return product(hidden, self.joint_weight[:, -hidden.shape[-1] :]) + self.joint_bias[...].astype(jnp.float32)
+        bias = as_last_axis(self.joint_bias[...].astype(jnp.float32), 3)
+        return product(hidden, self.joint_weight[:, -hidden.shape[-1] :]) + bias
 
-    def start(self, batch: int) -> jax.Array:
+    def start(self, batch: int) -> Float32[Array, "B r"]:
         """Return the zero state, float32 [B, r]."""
         return jnp.zeros((batch, self.markov_w1.shape[1]), jnp.float32)
 
-    def step(self, state: Any, embedding: jax.Array, hoisted: Any) -> tuple[Any, jax.Array]:
+    def step(self, state: Any, embedding: Latents, hoisted: Any) -> tuple[Any, Float32[Array, "B r"]]:
         """Advance one step; the state is float32 [B, r]."""
         r = embedding.shape[-1]
         recurrent = jnp.concatenate([state.astype(embedding.dtype), embedding], axis=-1)

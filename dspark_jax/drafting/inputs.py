@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ..checks import check_choice, check_int, check_min_confidence, check_topk, dtype_name, invalid
 from ..coerce import coerce_floats, coerce_ids
 from ..config import IMPLEMENTATIONS, OUTPUTS, DraftOptions
+from ..types import DraftLogits, Hidden, RequestInts, Scalar
 from .head import DSparkHead
 
 
@@ -46,7 +46,7 @@ def resolve_options(
     )
 
 
-def check_threshold(head: DSparkHead, min_confidence: Any, *, has_hidden: bool) -> jax.Array | None:
+def check_threshold(head: DSparkHead, min_confidence: Any, *, has_hidden: bool) -> Scalar | None:
     """Return the confidence threshold as a float32 scalar (a new value is no new trace), or None."""
     value = check_min_confidence(min_confidence)
     if value is None:
@@ -57,14 +57,14 @@ def check_threshold(head: DSparkHead, min_confidence: Any, *, has_hidden: bool) 
     return jnp.asarray(value, jnp.float32)
 
 
-def coerce_hidden(head: DSparkHead, hidden: Any) -> jax.Array:
+def coerce_hidden(head: DSparkHead, hidden: Any) -> Hidden:
     """Return hidden [B, S, H] in the head's dtype."""
     hidden = coerce_floats("hidden", hidden, (None, None, head.config.hidden_size), "[B, S, H]", head.dtype)
     check_steps(head, hidden.shape[1], "hidden.shape[1]")
     return hidden
 
 
-def prepare_hidden(head: DSparkHead, hidden: Any, anchor_ids: Any) -> tuple[jax.Array, jax.Array]:
+def prepare_hidden(head: DSparkHead, hidden: Any, anchor_ids: Any) -> tuple[Hidden, RequestInts]:
     """Return hidden [B, S, H] in the head's dtype and anchors int32 [B]."""
     hidden = coerce_hidden(head, hidden)
     return hidden, coerce_ids("anchor_ids", anchor_ids, (hidden.shape[0],), "[B]")
@@ -72,7 +72,7 @@ def prepare_hidden(head: DSparkHead, hidden: Any, anchor_ids: Any) -> tuple[jax.
 
 def prepare_logits(
     head: DSparkHead, base_logits: Any, anchor_ids: Any, hidden: Any
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[DraftLogits, RequestInts, Hidden | None]:
     """Return base logits [S, B, Vd], anchors int32 [B] and hidden [B, S, H] (None where the head needs none)."""
     base = coerce_floats("base_logits", base_logits, (None, None, head.config.Vd), "[S, B, Vd] (step-major)")
     S, B, _ = base.shape

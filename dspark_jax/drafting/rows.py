@@ -11,9 +11,22 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Int32
 
 from .. import noise
-from ..types import DraftSampling
+from ..types import (
+    CandidateIds,
+    CandidateLogits,
+    DraftLogits,
+    DraftSampling,
+    Floats,
+    Index,
+    Latents,
+    MarkovW2,
+    RequestInts,
+    RequestRows,
+    TargetIds,
+)
 from .heads import bias, bias_at
 
 
@@ -28,23 +41,23 @@ class DenseRows:
         live: columns from here on are padding and never win; None for all.
     """
 
-    base: jax.Array
-    target_ids: jax.Array | None = None
+    base: DraftLogits
+    target_ids: TargetIds | None = None
     live: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def bias(self, latent: jax.Array, markov_w2: jax.Array, step: jax.Array) -> jax.Array:
+    def bias(self, latent: Latents, markov_w2: MarkovW2, step: Index) -> RequestRows:
         """Return the bias of every column, float32 [B, Vd], from latent [B, r]."""
         del step
         return bias(latent, markov_w2)
 
-    def mask(self, logits: jax.Array) -> jax.Array:
+    def mask(self, logits: RequestRows) -> RequestRows:
         """Set padding columns of a corrected row [B, Vd] to -inf."""
         if self.live is None:
             return logits
         column = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         return jnp.where(column < self.live, logits, -jnp.inf)
 
-    def choose(self, logits: jax.Array, sampling: DraftSampling | None, step: jax.Array) -> jax.Array:
+    def choose(self, logits: RequestRows, sampling: DraftSampling | None, step: Index) -> RequestInts:
         """Return the drafted target ids int32 [B] of corrected rows float32 [B, Vd]."""
         score = logits
         if sampling is not None:
@@ -67,19 +80,19 @@ class CandidateRows:
         target_ids: int32 [S, B, k], the target ids they stand for.
     """
 
-    base: jax.Array
-    draft_ids: jax.Array
-    target_ids: jax.Array
+    base: CandidateLogits
+    draft_ids: CandidateIds
+    target_ids: CandidateIds
 
-    def bias(self, latent: jax.Array, markov_w2: jax.Array, step: jax.Array) -> jax.Array:
+    def bias(self, latent: Latents, markov_w2: MarkovW2, step: Index) -> RequestRows:
         """Return the bias of the step's candidates, float32 [B, k], from latent [B, r]."""
         return bias_at(latent, markov_w2, self.draft_ids[step])
 
-    def mask(self, logits: jax.Array) -> jax.Array:
+    def mask(self, logits: RequestRows) -> RequestRows:
         """Return the row: padding is never a candidate."""
         return logits
 
-    def choose(self, logits: jax.Array, sampling: DraftSampling | None, step: jax.Array) -> jax.Array:
+    def choose(self, logits: RequestRows, sampling: DraftSampling | None, step: Index) -> RequestInts:
         """Return the drafted target ids int32 [B] of corrected rows float32 [B, k]."""
         ids, score = self.target_ids[step], logits
         if sampling is not None:
@@ -90,14 +103,18 @@ class CandidateRows:
 
 
 def draw_scores(
-    logits: jax.Array, ids: jax.Array, step: jax.Array, sampling: DraftSampling, top: jax.Array | None = None
-) -> jax.Array:
+    logits: RequestRows,
+    ids: Int32[Array, "#B n"],
+    step: Index,
+    sampling: DraftSampling,
+    top: Float32[Array, "B 1"] | None = None,
+) -> RequestRows:
     """Return what a draw maximises over rows [B, n] of target ids [B, n] or [1, n]; kernels call it on their blocks."""
     bits = noise.noise_bits(sampling.seed[:, None], sampling.position[:, None], step, noise.DRAFT, ids)
     return noise.scores(logits, sampling.temperature, bits, top)
 
 
-def inverse_temperature(sampling: DraftSampling) -> jax.Array:
+def inverse_temperature(sampling: DraftSampling) -> Floats:
     """Return 1 / T, 0 for greedy rows: how much scores rise per unit by which the maximum they refer to falls."""
     greedy = noise.is_greedy(sampling.temperature)
     return jnp.where(greedy, 0.0, 1.0 / noise.safe_temperature(sampling.temperature))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,19 +22,19 @@ from ..kernels.dense_step import dense_step
 from ..kernels.summary import Score
 from ..kernels.walk import walk
 from ..linear import round_to
-from ..types import DraftSampling
+from ..types import DraftSampling, Index, RequestInts, RequestRows, StepFlags, StepHidden, StepRows, StepTokens
 from .head import DSparkHead
 from .rows import CandidateRows, DenseRows, draw_scores, inverse_temperature
 
 Rows = DenseRows | CandidateRows
-Steps = tuple[Any, jax.Array, jax.Array]  # corrected rows [S, B, n] or None, tokens int32 [S, B], valid bool [S, B]
+Steps = tuple[StepRows | None, StepTokens, StepFlags]  # corrected rows (None unless kept), tokens, valid
 
 
 def take_steps(
     head: DSparkHead,
     rows: Rows,
-    anchor: jax.Array,
-    hidden: jax.Array | None,
+    anchor: RequestInts,
+    hidden: StepHidden | None,
     sampling: DraftSampling | None,
     *,
     options: DraftOptions,
@@ -59,8 +58,8 @@ def take_steps(
 def in_xla(
     head: DSparkHead,
     rows: Rows,
-    anchor: jax.Array,
-    hidden: jax.Array | None,
+    anchor: RequestInts,
+    hidden: StepHidden | None,
     sampling: DraftSampling | None,
     *,
     options: DraftOptions,
@@ -91,7 +90,7 @@ def in_xla(
     return (kept if keep else None), tokens, valid
 
 
-def _corrector(base: jax.Array, keep: bool, dtype: Any) -> Callable[..., tuple[Any, jax.Array]]:
+def _corrector(base: StepRows, keep: bool, dtype: Any) -> Callable[..., tuple[Any, RequestRows]]:
     """Return (kept, step, added) -> (kept, corrected row float32 [B, n]).
 
     Where the rows are kept in the dtype of the base, they are the base, corrected in place; the row is read back from
@@ -99,7 +98,7 @@ def _corrector(base: jax.Array, keep: bool, dtype: Any) -> Callable[..., tuple[A
     """
     in_place = keep and base.dtype == dtype
 
-    def correct(kept: Any, step: jax.Array, added: jax.Array | None) -> tuple[Any, jax.Array]:
+    def correct(kept: Any, step: Index, added: RequestRows | None) -> tuple[Any, RequestRows]:
         # Slabs [1, B, n] read and written at one non-negative start fuse in place; a row [B, n] would be copied first.
         start, size = (step, jnp.int32(0), jnp.int32(0)), (1, *base.shape[1:])
         slab = lax.dynamic_slice(kept if in_place else base, start, size, allow_negative_indices=False)
@@ -116,8 +115,8 @@ def _corrector(base: jax.Array, keep: bool, dtype: Any) -> Callable[..., tuple[A
 def in_kernels(
     head: DSparkHead,
     rows: Rows,
-    anchor: jax.Array,
-    hidden: jax.Array | None,
+    anchor: RequestInts,
+    hidden: StepHidden | None,
     sampling: DraftSampling | None,
     *,
     options: DraftOptions,

@@ -21,7 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int32
 
+from ..types import Index, RequestFlags, RequestInts, StepRows
 from .summary import NO_ID, Score, Summary, best_of_blocks, summarize
 from .triton import load, pallas_call, power_of_two, rounded, store
 
@@ -31,20 +33,20 @@ BATCH_TILE = 64
 
 def dense_step(
     *,
-    base: jax.Array,
-    out: jax.Array | None,
-    step: jax.Array,
-    prev: jax.Array,
-    latents: jax.Array,
-    w2: jax.Array,
+    base: StepRows,
+    out: StepRows | None,
+    step: Index,
+    prev: RequestInts,
+    latents: Float[Array, "m r"],
+    w2: Float[Array, "n r"],
     keep: bool,
     dtype: Any,
     live: int | None = None,
-    target_ids: jax.Array | None = None,
+    target_ids: Int32[Array, " n"] | None = None,
     sampling: Any = None,
     score: Score | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+) -> tuple[StepRows | None, RequestInts, RequestFlags]:
     """Correct the slab base[step] and choose a token per request.
 
     Args:
@@ -82,7 +84,7 @@ def dense_step(
         parts = [q * chunk + lax.broadcasted_iota(jnp.int32, (chunk,), 0) for q in range(pl.cdiv(r, chunk))]
         weights = [load(refs["w2"], (column[:, None], p[None]), inside[:, None] & (p < r)[None], 0) for p in parts]
 
-        def one_tile(i: jax.Array, _: None) -> None:
+        def one_tile(i: Index, _: None) -> None:
             b = i * tile + lax.broadcasted_iota(jnp.int32, (tile,), 0)
             row = load(refs["prev"], (b,), b < B, -1)
             known = (row >= 0) & (row < latents.shape[0])

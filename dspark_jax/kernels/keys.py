@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+
+from ..types import Floats, Keys
 
 
 def key_dtype(dtype: Any) -> Any:
@@ -20,7 +21,7 @@ def key_dtype(dtype: Any) -> Any:
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
-def to_keys(x: jax.Array) -> jax.Array:
+def to_keys(x: Floats) -> Keys:
     """Map floats to keys of the same width, elementwise; usable inside kernels."""
     info = jnp.finfo(x.dtype)
     word = key_dtype(x.dtype)
@@ -35,7 +36,7 @@ def to_keys(x: jax.Array) -> jax.Array:
     return jnp.where(magnitude > infinity, sign + (sign - jnp.uint32(1)), key).astype(word)
 
 
-def to_values(keys: jax.Array, dtype: Any) -> jax.Array:
+def to_values(keys: Keys, dtype: Any) -> Floats:
     """Invert `to_keys`; zeros come back as +0 and NaN as the quiet positive NaN."""
     info = jnp.finfo(dtype)
     sign = jnp.uint32(1 << (info.bits - 1))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Int32, Num, UInt
 
 from .keys import key_dtype, to_keys
 from .triton import load, pallas_call, power_of_two, store
@@ -31,13 +32,13 @@ def fits(V: int, k: int) -> bool:
 
 
 def pick_kernel(
-    x: jax.Array,
+    x: Num[Array, "R n"],
     k: int,
-    groups: jax.Array | None = None,
+    groups: Int32[Array, "R k"] | None = None,
     size: int = 1,
     *,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[UInt[Array, "R k"], Int32[Array, "R k"]]:
     """Pick the k largest elements of each row, ties to the lowest id.
 
     Args:

@@ -18,17 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int32, Num, UInt
 
+from ..types import Floats
 from . import dispatch, pick
 from .keys import key_dtype, to_keys, to_values
+
+Picked = tuple[UInt[Array, "R k"], Int32[Array, "R k"]]  # keys and column ids
+Selected = tuple[Float[Array, "R k"], Int32[Array, "R k"]]  # values and column ids
 
 DIGIT = 4  # bits of a key found per pass over it
 
 
-def select_topk(x: jax.Array, k: int, *, implementation: str | None = None) -> tuple[jax.Array, jax.Array]:
+def select_topk(x: Float[Array, "R V"], k: int, *, implementation: str | None = None) -> Selected:
     """Return the k largest values of each row, descending, ties to the lowest id.
 
     -0 equals +0 (and comes out as +0); NaN of either sign is the largest value.
@@ -48,28 +52,28 @@ def select_topk(x: jax.Array, k: int, *, implementation: str | None = None) -> t
     return dispatch.run("select", implementation, xla=plain, pallas=partial(_in_kernels, x, k))
 
 
-def _plain(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _plain(x: Float[Array, "R V"], k: int) -> Selected:
     digits, sorts, whole = partial(_select, k=k, small=pick_xla), partial(by_partial_sorts, k=k), partial(top_k, k=k)
     return lax.platform_dependent(x, cuda=digits, rocm=digits, cpu=sorts, default=whole)
 
 
-def _in_kernels(x: jax.Array, k: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def _in_kernels(x: Float[Array, "R V"], k: int, *, interpret: bool) -> Selected:
     return _select(x, k, partial(pick.pick_kernel, interpret=interpret))
 
 
-def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def top_k(x: Float[Array, "R V"], k: int) -> Selected:
     """Select with lax.top_k: the reference of every other form, and the default on TPUs."""
     values, ids = lax.top_k(_canonical(x), k)
     return values.astype(x.dtype), ids
 
 
-def _canonical(x: jax.Array) -> jax.Array:
+def _canonical(x: Floats) -> Floats:
     """Return x as float32 with +0 for zeros and the positive NaN for NaN, which lax.top_k orders first."""
     # Through the keys: integers vectorise better than tests for NaN. XLA's CPU partial sort knows float32 alone.
     return to_values(to_keys(x), x.dtype).astype(jnp.float32)
 
 
-def by_partial_sorts(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def by_partial_sorts(x: Float[Array, "R V"], k: int) -> Selected:
     """Select by groups with lax.top_k as the small selection: the CPU's default, about half the time of `top_k`.
 
     A partial sort costs most where many elements enter its heap, so what is known to lose is lowered to -inf first: no
@@ -97,14 +101,14 @@ def by_partial_sorts(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values.astype(x.dtype), ids
 
 
-def _kept_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _kept_top_k(x: Float[Array, "R n"], k: int) -> Selected:
     """lax.top_k whose two results XLA sees used together, as its CPU partial sort requires."""
     # The third operand keeps XLA from handing the barrier top_k's own tuple, on which its partitioned programs crash.
     values, ids, _ = lax.optimization_barrier((*lax.top_k(x, k), jnp.zeros((), jnp.int32)))
     return values, ids
 
 
-def _select(x: jax.Array, k: int, small: Callable[..., tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+def _select(x: Float[Array, "R V"], k: int, small: Callable[..., Picked]) -> Selected:
     """Select by groups with `small(keys or x, k, groups, G) -> (keys [R, k], ids [R, k] ascending)`."""
     R, V = x.shape
     groups, size = None, pick.group_size(V, k)
@@ -118,7 +122,7 @@ def _select(x: jax.Array, k: int, small: Callable[..., tuple[jax.Array, jax.Arra
     return to_values(~inverted, x.dtype), ids
 
 
-def pick_xla(x: jax.Array, k: int, groups: jax.Array | None = None, size: int = 1) -> tuple[jax.Array, jax.Array]:
+def pick_xla(x: Num[Array, "R n"], k: int, groups: Int32[Array, "R k"] | None = None, size: int = 1) -> Picked:
     """Pick the k best columns of each row in XLA operations; see `pick.pick_kernel` for arguments and result."""
     R, n = x.shape
     if groups is None:
@@ -126,7 +130,7 @@ def pick_xla(x: jax.Array, k: int, groups: jax.Array | None = None, size: int = 
     else:
         # The last group may be short: it is read together with columns of the group before, which do not count again.
         start = jnp.minimum(groups * size, n - size)
-        ids = start[:, :, None] + jnp.arange(size, dtype=jnp.int32)
+        ids = start[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None]
         keys, live = _gather_groups(x, start, size), ids >= groups[:, :, None] * size
         keys = jnp.where(live, to_keys(keys), jnp.array(0, key_dtype(x.dtype)))
         keys, ids = keys.reshape(R, k * size), ids.reshape(R, k * size)
@@ -139,13 +143,13 @@ def pick_xla(x: jax.Array, k: int, groups: jax.Array | None = None, size: int = 
     slot = jnp.where(keep, jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1, k)
     row = lax.broadcasted_iota(jnp.int32, slot.shape, 0)
 
-    def place(v: jax.Array) -> jax.Array:
+    def place(v: Num[Array, "R n"]) -> Num[Array, "R k"]:
         return jnp.zeros((R, k), v.dtype).at[row, slot].set(v, mode="drop", unique_indices=True)
 
     return place(keys), place(ids)
 
 
-def _gather_groups(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+def _gather_groups(x: Num[Array, "R n"], start: Int32[Array, "R k"], size: int) -> Num[Array, "R k size"]:
     """Return [R, k, size]: `size` neighbouring columns of x [R, n] from each of start [R, k]."""
     row = lax.broadcasted_iota(jnp.int32, start.shape, 0)
     numbers = lax.GatherDimensionNumbers(offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
@@ -153,7 +157,7 @@ def _gather_groups(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
     return lax.gather(x, places, numbers, (1, size), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
-def kth_largest(keys: jax.Array, k: int) -> jax.Array:
+def kth_largest(keys: UInt[Array, "R n"], k: int) -> UInt[Array, " R"]:
     """Return the k-th largest of each row of unsigned keys [R, n], digit by digit: one read of the keys per digit."""
     bits = jnp.iinfo(keys.dtype).bits
     found = jnp.zeros(keys.shape[:1], jnp.uint32)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float32, Int, Int32
+
+from ..types import Floats, Index, RequestFlags, RequestInts
+
+Block = Float32[Array, "b m"]  # m columns of b rows
+BlockIds = Int32[Array, "b m"]
 
 
 class Score(NamedTuple):
@@ -20,8 +25,8 @@ class Score(NamedTuple):
             relative to falls.
     """
 
-    of: Callable[[jax.Array, jax.Array, jax.Array, Any, jax.Array], jax.Array]
-    inverse_temperature: Callable[[Any], jax.Array]
+    of: Callable[[Block, BlockIds, Index, Any, Float32[Array, "b 1"]], Block]
+    inverse_temperature: Callable[[Any], Floats]
 
 
 NO_ID = (1 << 29) - 1  # ids share a word with two flags
@@ -33,14 +38,14 @@ class Summary(NamedTuple):
     flags = 2 * (holds NaN) + (holds something finite). The maximum is 0 where scores are the values themselves.
     """
 
-    maximum: jax.Array
-    score: jax.Array
-    id: jax.Array
-    flags: jax.Array
+    maximum: Floats
+    score: Floats
+    id: Int[Array, "..."]
+    flags: Int[Array, "..."]
 
 
 def summarize(
-    x: jax.Array, ids: jax.Array, counted: jax.Array, step: jax.Array, sampling: Any, score: Score | None
+    x: Block, ids: Int32[Array, "#b m"], counted: Bool[Array, "#b m"], step: Index, sampling: Any, score: Score | None
 ) -> Summary:
     """Reduce rows [b, m] to their summary.
 
@@ -65,7 +70,7 @@ def nothing() -> Summary:
     return Summary(jnp.float32(-jnp.inf), jnp.float32(-jnp.inf), jnp.int32(NO_ID), jnp.int32(0))
 
 
-def relative_to(maximum: jax.Array, score: jax.Array, common: jax.Array, inverse_temperature: jax.Array) -> jax.Array:
+def relative_to(maximum: Floats, score: Floats, common: Floats, inverse_temperature: Floats) -> Floats:
     """Bring scores that are relative to `maximum` to a common, larger one."""
     # Equal infinities differ by nothing, and nothing times infinity is nothing here.
     unchanged = (maximum == common) | (inverse_temperature == 0)
@@ -79,7 +84,7 @@ def better(a: tuple, b: tuple) -> tuple:
     return jnp.maximum(score_a, score_b), jnp.where(take_b, id_b, id_a), flags_a | flags_b
 
 
-def merge(a: Summary, b: Summary, inverse_temperature: jax.Array | None) -> Summary:
+def merge(a: Summary, b: Summary, inverse_temperature: Floats | None) -> Summary:
     """Combine the summaries of two parts of a row; None for the slope where scores are the values themselves."""
     if inverse_temperature is None:
         return Summary(a.maximum, *better(a[1:], b[1:]))
@@ -89,7 +94,7 @@ def merge(a: Summary, b: Summary, inverse_temperature: jax.Array | None) -> Summ
     return Summary(common, *better(*parts))
 
 
-def best_of_blocks(blocks: Summary, inverse_temperature: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def best_of_blocks(blocks: Summary, inverse_temperature: Floats | None = None) -> tuple[RequestInts, RequestFlags]:
     """Reduce the summaries [blocks, B] of a row's blocks to (token [B], valid [B]), in one reduction."""
     # Id and flags are what the kernel wrote: anything computed from them first would be written out again.
     low, flag = jnp.float32(-jnp.inf), jnp.zeros((), blocks.flags.dtype)

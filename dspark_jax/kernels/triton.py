@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jaxtyping import Array
 
 from ..linear import round_to
+from ..types import Bools, Floats
 
 
 def pallas_call(
@@ -27,7 +29,7 @@ def pallas_call(
     interpret: bool,
     num_warps: int = 4,
     aliases: Mapping[str, str] | None = None,
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """Run a Triton kernel, or its interpretation in plain JAX.
 
     Args:
@@ -71,20 +73,20 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
-def rounded(x: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
+def rounded(x: Floats, dtype: Any, interpret: bool) -> Floats:
     """Round float32 to the values of `dtype` inside a kernel, staying float32."""
     # Triton keeps a cast to a narrower type and back, and knows no other way.
     return round_to(x, dtype) if interpret or dtype == jnp.float32 else x.astype(dtype).astype(jnp.float32)
 
 
-def load(ref: Any, index: tuple[Any, ...], mask: jax.Array | None = None, other: Any = None) -> jax.Array:
+def load(ref: Any, index: tuple[Any, ...], mask: Bools | None = None, other: Any = None) -> Array:
     """Load elements of a reference; masked lanes touch no memory and yield `other`."""
     from jax.experimental.pallas import triton
 
     return triton.load(ref.at[index], mask=mask, other=other)
 
 
-def store(ref: Any, index: tuple[Any, ...], value: jax.Array, mask: jax.Array | None = None) -> None:
+def store(ref: Any, index: tuple[Any, ...], value: Array, mask: Bools | None = None) -> None:
     """Store elements; masked lanes touch no memory (on a GPU: the interpreter rewrites what stands there)."""
     from jax.experimental.pallas import triton
 

@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int32
 
+from ..types import CandidateIds, CandidateLogits, Index, RequestInts
 from .summary import Score, Summary, merge, nothing, summarize
 from .triton import load, pallas_call, power_of_two, rounded, store
 
@@ -28,20 +30,20 @@ TILE = 16384  # elements of w2 in flight
 
 def walk(
     *,
-    base: jax.Array,
-    out: jax.Array | None,
-    ids: jax.Array,
-    prev: jax.Array,
-    latents: jax.Array,
-    w2: jax.Array,
+    base: CandidateLogits,
+    out: CandidateLogits | None,
+    ids: CandidateIds,
+    prev: RequestInts,
+    latents: Float[Array, "m r"],
+    w2: Float[Array, "n r"],
     keep: bool,
     dtype: Any,
-    step: jax.Array | None = None,
-    target_ids: jax.Array | None = None,
+    step: Index | None = None,
+    target_ids: CandidateIds | None = None,
     sampling: Any = None,
     score: Score | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+) -> tuple[CandidateLogits | None, Int32[Array, "steps B"], Bool[Array, "steps B"]]:
     """Walk all steps, or take the one step `step`.
 
     Args:

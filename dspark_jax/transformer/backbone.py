@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..linear import gather_rows, product
+from ..types import Activations, Features, RequestInts, Sequences
 from .cache import ContextCache, KVCache, make_kv_cache
 from .geometry import BackboneConfig
 from .layers import DecoderLayer, Take, rms_norm, rope_tables, run_layers
@@ -57,7 +58,7 @@ class Backbone(nnx.Module):
         kv = make_kv_cache(self.config, batch, capacity, self.dtype)
         return ContextCache(kv, jnp.zeros((batch,), jnp.int32))
 
-    def extend(self, cache: ContextCache, features: jax.Array, lengths: jax.Array) -> ContextCache:
+    def extend(self, cache: ContextCache, features: Features, lengths: RequestInts) -> ContextCache:
         """Append context: features [B, F, T * Ht] of positions cache.lengths .. lengths - 1; further rows are ignored.
 
         Args:
@@ -75,7 +76,7 @@ class Backbone(nnx.Module):
                 kv = kv.written(number, start, *layer.attention.keys_values(context, tables))
         return dataclasses.replace(cache, kv=kv, lengths=lengths)
 
-    def __call__(self, cache: ContextCache, block_ids: jax.Array) -> tuple[jax.Array, KVCache]:
+    def __call__(self, cache: ContextCache, block_ids: Sequences) -> tuple[Activations, KVCache]:
         """Return the block's hidden states [B, block, H], and the keys and values with the block behind the context.
 
         Args:

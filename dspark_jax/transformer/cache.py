@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..checks import check_int
+from ..types import CachedStates, HeadStates, RequestInts
 from .geometry import BackboneConfig
 
 
@@ -26,8 +27,8 @@ class KVCache:
         keys, values: tuples of L arrays [B, C, num_kv_heads, head_dim].
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: tuple[CachedStates, ...]
+    values: tuple[CachedStates, ...]
 
     @property
     def capacity(self) -> int:
@@ -39,7 +40,7 @@ class KVCache:
         """Bytes of all keys and values."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
-    def written(self, layer: int, start: jax.Array, keys: jax.Array, values: jax.Array) -> KVCache:
+    def written(self, layer: int, start: RequestInts, keys: HeadStates, values: HeadStates) -> KVCache:
         """Return the cache with keys and values [B, T, ...] of one layer in slots start .. start + T - 1.
 
         Args:
@@ -48,7 +49,7 @@ class KVCache:
         batch, steps = keys.shape[:2]
         index = (jnp.arange(batch)[:, None], start[:, None] + jnp.arange(steps)[None])
 
-        def put(buffers: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
+        def put(buffers: tuple[CachedStates, ...], new: HeadStates) -> tuple[CachedStates, ...]:
             # A negative start would wrap, so it is sent beyond the end.
             slots = jnp.where(index[1] < 0, self.capacity, index[1])
             changed = buffers[layer].at[index[0], slots].set(new.astype(buffers[layer].dtype), mode="drop")
@@ -76,4 +77,4 @@ class ContextCache:
     """
 
     kv: KVCache
-    lengths: jax.Array
+    lengths: RequestInts

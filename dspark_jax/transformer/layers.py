@@ -14,19 +14,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Float32
 
-from ..linear import product
+from ..linear import as_last_axis, product
+from ..types import Activations, Floats, HeadStates, RequestInts, Sequences, Visible
 from .cache import KVCache
 from .geometry import BackboneConfig
 
-Take = Callable[[str, tuple[int, ...]], jax.Array]  # (tensor's name, expected shape) -> weight
+Take = Callable[[str, tuple[int, ...]], Floats]  # (tensor's name, expected shape) -> weight
+RopeTables = tuple[Float32[Array, "B T 1 P"], Float32[Array, "B T 1 P"]]  # cosines and sines of P pairs
 
 
-def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
+def rms_norm(x: Float[Array, "*rows n"], weight: Float[Array, " n"] | None, eps: float) -> Float[Array, "*rows n"]:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32, in x's dtype."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (normed if weight is None else normed * weight.astype(jnp.float32)).astype(x.dtype)
+    if weight is not None:
+        normed = normed * as_last_axis(weight.astype(jnp.float32), x.ndim)
+    return normed.astype(x.dtype)
 
 
 def rope_frequencies(config: BackboneConfig) -> np.ndarray:
@@ -42,13 +47,13 @@ def rope_frequencies(config: BackboneConfig) -> np.ndarray:
     return frequencies.astype(np.float32)
 
 
-def rope_tables(config: BackboneConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_tables(config: BackboneConfig, positions: Sequences) -> RopeTables:
     """Return cosines and sines, float32 [B, T, 1, head_dim / 2], of absolute positions [B, T]."""
-    angles = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(config)
+    angles = positions.astype(jnp.float32)[..., None, None] * as_last_axis(jnp.asarray(rope_frequencies(config)), 4)
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array], interleaved: bool) -> jax.Array:
+def rotate(x: HeadStates, tables: RopeTables, interleaved: bool) -> HeadStates:
     """Rotate the pairs of x [B, T, N, D] by the tables' angles; halves are paired, or neighbours where interleaved."""
     cos, sin = tables
     wide = x.astype(jnp.float32)
@@ -58,7 +63,7 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array], interleaved: bool)
     return out.astype(x.dtype)
 
 
-def visible(positions: jax.Array, capacity: int, *, causal: bool, window: int | None) -> jax.Array:
+def visible(positions: Sequences, capacity: int, *, causal: bool, window: int | None) -> Visible:
     """Say which cache slots each token sees, bool [B, 1, T, C].
 
     Causal: slots up to the token's own position. Otherwise all slots up to the block's last position, so the whole
@@ -90,20 +95,21 @@ class Attention(nnx.Module):
         self.q_norm = nnx.Param(take(f"{prefix}.q_norm.weight", (D,)))
         self.k_norm = nnx.Param(take(f"{prefix}.k_norm.weight", (D,)))
 
-    def _project(self, name: str, x: jax.Array) -> jax.Array:
+    def _project(self, name: str, x: Float[Array, "B T n"]) -> Float[Array, "B T m"]:
         if name not in self.biases:
             return product(x, self.weights[name][...], x.dtype)
-        return (product(x, self.weights[name][...]) + self.biases[name][...].astype(jnp.float32)).astype(x.dtype)
+        bias = as_last_axis(self.biases[name][...].astype(jnp.float32), x.ndim)
+        return (product(x, self.weights[name][...]) + bias).astype(x.dtype)
 
-    def _heads(self, x: jax.Array) -> jax.Array:
+    def _heads(self, x: Float[Array, "B T n"]) -> HeadStates:
         return x.reshape(*x.shape[:-1], -1, self.config.head_dim)
 
-    def queries(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def queries(self, x: Activations, tables: RopeTables) -> HeadStates:
         """Return normed, rotated queries [B, T, num_heads, D] of x [B, T, H]."""
         q = rms_norm(self._heads(self._project("q", x)), self.q_norm[...], self.config.rms_norm_eps)
         return rotate(q, tables, self.config.rope_interleaved)
 
-    def keys_values(self, x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, x: Activations, tables: RopeTables) -> tuple[HeadStates, HeadStates]:
         """Return normed, rotated keys and values [B, T, num_kv_heads, D] of x [B, T, H]."""
         raw = self._heads(self._project("k", x))
         values = raw if self.config.key_is_value else self._heads(self._project("v", x))
@@ -112,7 +118,9 @@ class Attention(nnx.Module):
         keys = rms_norm(raw, self.k_norm[...], self.config.rms_norm_eps)
         return rotate(keys, tables, self.config.rope_interleaved), values
 
-    def attend(self, queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+    def attend(
+        self, queries: HeadStates, keys: Float[Array, "B C M D"], values: Float[Array, "B C M D"], mask: Visible
+    ) -> Activations:
         """Return o_proj(softmax(scale * q.k) v): [B, T, H] from queries [B, T, ...], keys and values [B, C, ...]."""
         # The library's default for float32 products on GPUs is TF32, which would miss the reference by 1e-3.
         exact = queries.dtype == jnp.float32
@@ -134,7 +142,7 @@ class MLP(nnx.Module):
         self.down = nnx.Param(take(f"{prefix}.down_proj.weight", (H, wide)))
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Activations) -> Activations:
         """Return [..., H] from x [..., H]."""
         gate = product(x, self.gate[...], x.dtype)
         gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
@@ -158,13 +166,13 @@ class DecoderLayer(nnx.Module):
         self.norms = nnx.Dict({name: nnx.Param(take(f"{prefix}.{name}.weight", (H,))) for name in names})
         self.layer_scalar = nnx.data(nnx.Param(take(f"{prefix}.layer_scalar", (1,))) if gemma else None)
 
-    def norm(self, name: str, x: jax.Array) -> jax.Array:
+    def norm(self, name: str, x: Activations) -> Activations:
         """Return x normed by one of the layer's norms."""
         return rms_norm(x, self.norms[name][...], self.config.rms_norm_eps)
 
     def __call__(
-        self, x: jax.Array, layer: int, cache: KVCache, start: jax.Array, tables: Any, mask: jax.Array
-    ) -> tuple[jax.Array, KVCache]:
+        self, x: Activations, layer: int, cache: KVCache, start: RequestInts, tables: RopeTables, mask: Visible
+    ) -> tuple[Activations, KVCache]:
         """Write the tokens' keys and values to slots start.. and attend to the visible slots.
 
         Args:
@@ -181,12 +189,12 @@ class DecoderLayer(nnx.Module):
             return x + self.mlp(self.norm("post_attention_layernorm", x)), cache
         mixed = self.mlp(self.norm("pre_feedforward_layernorm", x))
         x = x + self.norm("post_feedforward_layernorm", mixed)
-        return x * self.layer_scalar[...].astype(x.dtype), cache  # pyright: ignore[reportOptionalSubscript]
+        return x * as_last_axis(self.layer_scalar[...].astype(x.dtype), 3), cache  # pyright: ignore[reportOptionalSubscript]
 
 
 def run_layers(
-    layers: Any, config: BackboneConfig, x: jax.Array, start: jax.Array, cache: KVCache
-) -> tuple[list[jax.Array], KVCache]:
+    layers: Any, config: BackboneConfig, x: Activations, start: RequestInts, cache: KVCache
+) -> tuple[list[Activations], KVCache]:
     """Run tokens at positions start .. start + T - 1 through all layers.
 
     Returns:

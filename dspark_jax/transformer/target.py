@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Float32
 
 from ..checks import invalid
 from ..linear import gather_rows, product
+from ..types import Activations, Features, RequestInts, Sequences
 from .cache import KVCache, make_kv_cache
 from .geometry import BackboneConfig
 from .layers import DecoderLayer, Take, rms_norm, run_layers
@@ -47,8 +48,8 @@ class Target(Protocol):
         ...
 
     def forward(
-        self, tokens: jax.Array, start: jax.Array, cache: Any, taps: tuple[int, ...]
-    ) -> tuple[jax.Array, jax.Array, Any]:
+        self, tokens: Sequences, start: RequestInts, cache: Any, taps: tuple[int, ...]
+    ) -> tuple[Activations, Features, Any]:
         """Run tokens int32 [B, T] at positions start .. start + T - 1 (start int32 [B]) over the cached ones before.
 
         What the cache holds at or beyond `start` is ignored and replaced.
@@ -59,7 +60,7 @@ class Target(Protocol):
         """
         ...
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: Float[Array, "*rows H"]) -> Float32[Array, "*rows V"]:
         """Return float32 logits [..., V] from hidden [..., n]; row p predicts the token at position p + 1."""
         ...
 
@@ -108,8 +109,8 @@ class Qwen3Target(nnx.Module):
         return make_kv_cache(self.config, batch, capacity, self.embed_tokens.dtype)
 
     def forward(
-        self, tokens: jax.Array, start: jax.Array, cache: KVCache, taps: tuple[int, ...]
-    ) -> tuple[jax.Array, jax.Array, KVCache]:
+        self, tokens: Sequences, start: RequestInts, cache: KVCache, taps: tuple[int, ...]
+    ) -> tuple[Activations, Features, KVCache]:
         """Run tokens over the cache; see Target.forward. Ids outside [0, V) embed as zeros."""
         table = self.embed_tokens[...]
         x = gather_rows(table, tokens)
@@ -118,7 +119,7 @@ class Qwen3Target(nnx.Module):
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*x.shape[:2], 0), x.dtype)
         return rms_norm(outputs[-1], self.norm[...], self.config.rms_norm_eps), features, cache
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: Float[Array, "*rows H"]) -> Float32[Array, "*rows V"]:
         """Return float32 logits [..., V]."""
         weight = self.embed_tokens if self.lm_head is None else self.lm_head
         return product(hidden, weight[...])

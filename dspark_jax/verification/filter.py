@@ -9,19 +9,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
-from ..checks import invalid
-from ..coerce import as_array, check_shape
 from ..noise import canonical, safe_temperature
+from ..types import Bools, Floats, Ints, Words
 
 LARGEST = float(jnp.finfo(jnp.float32).max)
 _SIGN = np.uint32(1 << 31)
+
+Values = Float32[Array, "*rows n"]  # tempered logits, or weights made of them
+PerRow = Float32[Array, "*rows 1"]
+Totals = Num[Array, "*rows 1"]  # counts, or sums of weights
 
 
 @jax.tree_util.register_dataclass
@@ -39,10 +42,10 @@ class TargetFilter:
             before, reaches top_p; >= 1 keeps all, <= 0 keeps the largest.
     """
 
-    allowed: jax.Array | None = None
-    min_p: jax.Array | None = None
-    top_k: jax.Array | None = None
-    top_p: jax.Array | None = None
+    allowed: Bool[Array, "B V"] | Bool[Array, "B R V"] | None = None
+    min_p: Float32[Array, "..."] | None = None
+    top_k: Int32[Array, "..."] | None = None
+    top_p: Float32[Array, "..."] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -56,16 +59,20 @@ class RowSummary:
         log_mass: float32, log of the sum of exp(value - top) over the kept values.
     """
 
-    top: jax.Array
-    cut: jax.Array | None
-    log_mass: jax.Array
+    top: Float32[Array, "... 1"]
+    cut: Float32[Array, "... 1"] | None
+    log_mass: Float32[Array, "... 1"]
 
 
-def temper(logits: jax.Array, temperature: jax.Array, allowed: jax.Array | None = None) -> jax.Array:
+def temper(
+    logits: Float[Array, "*rows n"],
+    temperature: Float32[Array, "#*rows 1"],
+    allowed: Bool[Array, "#*rows n"] | None = None,
+) -> Values:
     """Return allowed logits / temperature in float32 (divided by 1 in greedy rows), -inf where not allowed.
 
     Args:
-        logits: [..., n]; temperature: float32, broadcast against [..., 1]; allowed: bool [..., n] or None.
+        logits: [..., n]; temperature: float32, of as many axes; allowed: bool, likewise, or None.
     """
     values = logits.astype(jnp.float32)
     if allowed is not None:
@@ -74,7 +81,7 @@ def temper(logits: jax.Array, temperature: jax.Array, allowed: jax.Array | None 
     return canonical(jnp.minimum(values / safe_temperature(temperature), LARGEST))
 
 
-def summarise(values: jax.Array, target_filter: TargetFilter | None = None) -> RowSummary:
+def summarise(values: Values, target_filter: TargetFilter | None = None) -> RowSummary:
     """Summarise tempered rows [..., V]; a filter's min_p, top_k and top_p broadcast against [..., 1]."""
     top = jnp.max(values, axis=-1, keepdims=True)
     # A row of -inf (nothing allowed) must not give NaN: its tokens have probability 0.
@@ -83,7 +90,7 @@ def summarise(values: jax.Array, target_filter: TargetFilter | None = None) -> R
     return RowSummary(top, cut, jnp.log(steady_sum(_weights(values, top, cut))))
 
 
-def log_prob(values: jax.Array, rows: RowSummary) -> jax.Array:
+def log_prob(values: Values, rows: RowSummary) -> Values:
     """Return log-probabilities of tempered values float32 [..., n] of the summarised rows, -inf for those cut off."""
     log_p = (values - rows.top) - rows.log_mass
     # Without a finite value log_mass is -inf: -inf - -inf is no probability.
@@ -91,12 +98,12 @@ def log_prob(values: jax.Array, rows: RowSummary) -> jax.Array:
     return log_p if rows.cut is None else jnp.where(values >= rows.cut, log_p, -jnp.inf)
 
 
-def _weights(values: jax.Array, top: jax.Array, cut: jax.Array | None) -> jax.Array:
+def _weights(values: Values, top: PerRow, cut: PerRow | None) -> Values:
     weight = jnp.exp(values - top)
     return weight if cut is None else jnp.where(values >= cut, weight, 0.0)
 
 
-def steady_sum(weights: jax.Array) -> jax.Array:
+def steady_sum(weights: Values) -> PerRow:
     """Sum float32 weights in [0, 1] over the last axis [..., n], to the same bits whatever the order: [..., 1].
 
     A compiler orders a float sum by the shape around it, so a request's probabilities would change in the last bits
@@ -115,7 +122,7 @@ def steady_sum(weights: jax.Array) -> jax.Array:
     return jnp.asarray(total)
 
 
-def _cutoff(values: jax.Array, top: jax.Array, target_filter: TargetFilter) -> jax.Array | None:
+def _cutoff(values: Values, top: PerRow, target_filter: TargetFilter) -> PerRow | None:
     """Return the smallest kept value of each row [..., 1]: the largest of the three filters' cutoffs."""
     cuts = []
     if target_filter.min_p is not None:
@@ -136,7 +143,9 @@ def _cutoff(values: jax.Array, top: jax.Array, target_filter: TargetFilter) -> j
     return reduce(jnp.maximum, cuts) if cuts else None
 
 
-def _largest_reaching(values: jax.Array, total: Callable[[jax.Array], jax.Array], need: jax.Array) -> jax.Array:
+def _largest_reaching(
+    values: Values, total: Callable[[Bools], Num[Array, "*rows 1"]], need: Num[Array, "#*rows 1"]
+) -> PerRow:
     """Return each row's largest c [..., 1] with total(values >= c) >= need, or -inf: a search, no sort.
 
     It fixes one bit after the other of an integer key in the order of the values. The total only changes at values that
@@ -144,57 +153,20 @@ def _largest_reaching(values: jax.Array, total: Callable[[jax.Array], jax.Array]
     """
     keys = _ordered_key(values)
 
-    def try_bit(i: jax.Array, found: jax.Array) -> jax.Array:
+    def try_bit(i: Ints, found: Words) -> Words:
         trial = found | (_SIGN >> i.astype(jnp.uint32))
         return jnp.where(total(keys >= trial) >= need, trial, found)
 
     return _value_of_key(lax.fori_loop(0, 32, try_bit, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32)))
 
 
-def _ordered_key(values: jax.Array) -> jax.Array:
+def _ordered_key(values: Floats) -> Words:
     """Map float32 to uint32 in the same order (the usual flip of sign and mantissa)."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
 
 
-def _value_of_key(key: jax.Array) -> jax.Array:
+def _value_of_key(key: Words) -> Floats:
     """Invert `_ordered_key`; keys below that of -inf give -inf."""
     value = lax.bitcast_convert_type(jnp.where(key >= _SIGN, key ^ _SIGN, ~key), jnp.float32)
     return jnp.where(key <= np.uint32(0x007FFFFF), -jnp.inf, value)
-
-
-def coerce_filter(value: Any, batch: int, rows: int, vocab: int) -> TargetFilter | None:
-    """Return a filter with bool, float32 and int32 arrays of the documented shapes; ValueError names what is wrong."""
-    if value is None:
-        return None
-    if not isinstance(value, TargetFilter):
-        raise invalid("target_filter", type(value).__name__, "a TargetFilter or None")
-    allowed = value.allowed
-    if allowed is not None:
-        allowed = as_array("target_filter.allowed", allowed)
-        if allowed.dtype != bool:
-            raise invalid("target_filter.allowed.dtype", str(allowed.dtype), "bool")
-        if allowed.ndim == 3:
-            check_shape("target_filter.allowed", allowed, (batch, rows, vocab), "[B, V] or [B, S+1, V]")
-        else:
-            check_shape("target_filter.allowed", allowed, (batch, vocab), "[B, V] or [B, S+1, V]")
-        allowed = jnp.asarray(allowed)
-    return TargetFilter(
-        allowed,
-        _per_request("target_filter.min_p", value.min_p, batch, jnp.float32),
-        _per_request("target_filter.top_k", value.top_k, batch, jnp.int32),
-        _per_request("target_filter.top_p", value.top_p, batch, jnp.float32),
-    )
-
-
-def _per_request(field: str, value: Any, batch: int, dtype: Any) -> jax.Array | None:
-    if value is None:
-        return None
-    array = as_array(field, value)
-    kind = jnp.integer if dtype == jnp.int32 else jnp.number
-    if not jnp.issubdtype(array.dtype, kind) or array.dtype == bool:
-        raise invalid(f"{field}.dtype", str(array.dtype), "integers" if dtype == jnp.int32 else "numbers")
-    if array.ndim == 0:
-        array = jnp.broadcast_to(jnp.asarray(array), (batch,))
-    check_shape(field, array, (batch,), "[B]")
-    return jnp.asarray(array, dtype=dtype)

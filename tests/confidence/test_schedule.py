@@ -194,7 +194,7 @@ def drafted_pairs():
 def best_of_all(chances):
     """The non-causal rule: the prefix length of the largest throughput, wherever it lies."""
     expected = jnp.stack([jnp.ones(N), 1 + chances[:, 0], 1 + chances.sum(axis=1)], axis=1)
-    return jnp.argmax(expected / STAIRS.seconds_at(jnp.arange(1, 4)), axis=1)
+    return jnp.argmax(expected / STAIRS.seconds_at(jnp.arange(1, 4))[None], axis=1)
 
 
 def first_tokens(block, draw, lengths):

@@ -43,7 +43,7 @@ def block_of(kind, size, method, topk, outputs, dtype="float32"):
 @jax.jit
 def scores(row, step, temperature, seed, position):
     """What a draw maximises, for dense rows [B, V] of one step."""
-    bits = noise.noise_bits(seed[:, None], position[:, None], step, noise.DRAFT, jnp.arange(V))
+    bits = noise.noise_bits(seed[:, None], position[:, None], step, noise.DRAFT, jnp.arange(V)[None])
     return noise.scores(row, temperature, bits)
 
 

@@ -135,7 +135,7 @@ def test_noise_words_broadcast_under_jit():
     seed = rng.integers(0, 2**32, (5, 1), dtype=np.uint32)
     position = rng.integers(0, 2**31, (5, 1)).astype(np.int32)
     ids = rng.integers(0, 262144, 7).astype(np.int32)
-    bits = jax.jit(lambda *a: noise.noise_bits(*a, DRAFT, ids))(seed, position, jnp.int32(4))
+    bits = jax.jit(lambda *a: noise.noise_bits(*a, DRAFT, jnp.asarray(ids)[None]))(seed, position, jnp.int32(4))
     keys = zip(seed[:, 0].tolist(), position[:, 0].tolist(), strict=True)
     expected = [[python_word(*key, 4, DRAFT, i) for i in ids.tolist()] for key in keys]
     np.testing.assert_array_equal(bits, np.asarray(expected, np.uint32))
@@ -253,10 +253,10 @@ def test_case_2_streams_are_independent():
     ids = jnp.arange(3)
 
     def gumbel(stream, ids=ids):
-        bits = noise.noise_bits(jnp.asarray(SEEDS)[:, None], jnp.int32(0), 0, stream, ids)
+        bits = noise.noise_bits(jnp.asarray(SEEDS)[:, None], jnp.int32(0), 0, stream, ids[None])
         return np.asarray(noise.gumbel_from_bits(bits))
 
-    drafted = np.argmax(np.log(q) + gumbel(DRAFT), axis=1)
+    drafted = np.argmax(np.log(q)[None] + gumbel(DRAFT), axis=1)
     u = np.asarray(noise.uniform_from_bits(noise.noise_bits(jnp.asarray(SEEDS), jnp.int32(0), 0, ACCEPT, ids[0])))
     residual = np.log(np.maximum(np.maximum(p - q, 0), 1e-300))
 
@@ -401,7 +401,7 @@ def test_case_8c_tokens_are_drawn_from_the_stored_values(topk, dtype):
     block = dspark_jax.draft_from_logits(head, base, anchors, logits_dtype=dtype, **options)
     exact = dspark_jax.draft_from_logits(head, base, anchors, logits_dtype="float32", **options)
     assert block.logits.dtype == jnp.dtype(dtype)
-    bits = noise.noise_bits(jnp.asarray(SEEDS[:B])[:, None], jnp.int32(0), 0, DRAFT, jnp.arange(V))
+    bits = noise.noise_bits(jnp.asarray(SEEDS[:B])[:, None], jnp.int32(0), 0, DRAFT, jnp.arange(V)[None])
     gumbel = python_gumbel(bits)
     score = f32(block.logits)[0].astype(np.float64) / np.float32(0.9) + gumbel
     tokens = np.asarray(block.tokens)[:, 0]

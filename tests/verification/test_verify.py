@@ -11,6 +11,7 @@ from scipy.stats import chisquare
 from verify_cases import make_block, random_case
 from verify_reference import processed, softmax, verify_one
 
+import dspark_jax.verification.api as api_module
 import dspark_jax.verification.verify as verify_module
 from dspark_jax import DraftSampling, TargetFilter, verify_block
 from dspark_jax.trace_count import Program
@@ -79,18 +80,18 @@ def test_shared_streams_are_caught(monkeypatch):
     p, q, n = [0.1, 0.6, 0.3], [0.7, 0.25, 0.05], N
     seeds, zero = jnp.arange(n, dtype=jnp.uint32)[:, None], jnp.full((n, 1), 7, jnp.int32)
     bits = noise_bits(seeds, zero, 0, DRAFT, jnp.arange(3)[None])
-    drafted = np.asarray(jnp.argmax(log(q) + gumbel_from_bits(bits), axis=1))[:, None]
+    drafted = np.asarray(jnp.argmax(log(q)[None] + gumbel_from_bits(bits), axis=1))[:, None]
     found, _ = frequencies(p, q, noise=drafted)
     assert_frequencies(found, p)
     monkeypatch.setattr(verify_module, "RESIDUAL", DRAFT)
-    monkeypatch.setattr(verify_module, "VERIFY", fresh_program())
+    monkeypatch.setattr(api_module, "VERIFY", fresh_program())
     found, _ = frequencies(p, q, noise=drafted)
     np.testing.assert_allclose(found, [0.101, 0.559, 0.340], atol=0.004)
 
 
 def fresh_program():
     """The jitted program without what it has cached, so that it sees a patched module."""
-    return Program(verify_module._verify_chunks, static=("rule", "chunk_size"))
+    return Program(api_module._verify_chunks, static=("rule", "chunk_size"))
 
 
 def test_greedy_draft_is_one_hot():

@@ -10,7 +10,7 @@ import pytest
 from helpers import GOLDENS, KINDS, make_head, make_inputs, read
 from verify_cases import make_block, random_case
 
-import dspark_jax.verification.verify as verify_module
+import dspark_jax.verification.api as api_module
 from dspark_jax import DraftBlock, DraftSampling, TargetFilter, draft_block, verify_block
 
 
@@ -162,13 +162,13 @@ def test_one_trace_for_all_values():
     rng = np.random.default_rng(1)
     B, S, V = 3, 2, 29
     block, draw, target, _, _ = random_case(rng, B, S, V, "logits", "probabilistic", False)
-    before = verify_module.VERIFY.traces
+    before = api_module.VERIFY.traces
     verify_block(block, target, draw, num_draft=2, stop_ids=[1])
     lists = DraftSampling([0.5, 1, 0], [1, 2, 3], [4, 5, 6])
     verify_block(block, target.tolist(), lists, num_draft=[1, 2, 0], stop_ids=np.array([5], np.int64))
     weak = DraftSampling(jnp.full(B, 0.7), jnp.arange(B, dtype=jnp.uint32), jnp.zeros(B, jnp.int32))
     verify_block(jax.tree.map(jnp.asarray, block), jnp.asarray(target), weak, num_draft=jnp.ones(B, int), stop_ids=(2,))
-    assert verify_module.VERIFY.traces == before + 1
+    assert api_module.VERIFY.traces == before + 1
     jitted = jax.jit(lambda block, target, draw: verify_block(block, target, draw, num_draft=2, stop_ids=[1]))
     got, want = jitted(block, target, draw), verify_block(block, target, draw, num_draft=2, stop_ids=[1])
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
