@@ -75,7 +75,10 @@ def draft(
     with jax.named_scope("draft_steps"):
         corrected, tokens, valid = take_steps(head, source, anchor, hidden, sampling, options=options)
 
-    if outputs == "candidates":
+    assert corrected is not None or not options.keeps_rows
+    if corrected is None:
+        pass
+    elif outputs == "candidates":
         fields = {"candidate_ids": ids, "candidate_logits": corrected}
     elif outputs == "logits" and topk is None:
         fields = {"logits": _to_target_columns(head, corrected)}

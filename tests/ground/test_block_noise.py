@@ -45,10 +45,12 @@ def first_two_tokens(head, by_start):
         eta = [uniform_from_bits(bits(start, zeros + i, ACCEPT, x[:, i : i + 1]))[:, 0] for i in range(2)]
         p1 = jnp.minimum(1.0, jnp.asarray(P)[x[:, 0]] / jnp.asarray(Q)[x[:, 0]])
         p2 = jnp.minimum(1.0, p1 * jnp.asarray(P)[x[:, 1]] / jnp.asarray(Q)[x[:, 1]])
-        rest = jnp.maximum(p1[:, None] * P - Q, 0.0)
+        p_row, q_row = jnp.asarray(P)[None], jnp.asarray(Q)[None]
+        rest = jnp.maximum(p1[:, None] * p_row - q_row, 0.0)
         h1 = rest.sum(axis=1) / jnp.maximum(rest.sum(axis=1) + 1 - p1, 1e-30)
         kept = jnp.where(eta[1] < p2, 2, jnp.where(eta[0] < h1, 1, 0))
-        left = jnp.where((kept == 2)[:, None], P, jnp.where((kept == 1)[:, None], rest, jnp.maximum(P - Q, 0.0)))
+        left = jnp.where((kept == 1)[:, None], rest, jnp.maximum(p_row - q_row, 0.0))
+        left = jnp.where((kept == 2)[:, None], p_row, left)
         last = jnp.argmax(jnp.log(left) + gumbel_from_bits(bits(start, kept, RESIDUAL, ids)), axis=1)
         index = jnp.arange(3)[None]
         new = jnp.concatenate([x, last[:, None]], axis=1)
