@@ -60,7 +60,7 @@ def draft(
     """
     S, B, _ = base.shape
     topk, outputs, dtype = options.topk, options.outputs, options.logits_dtype
-    fields, V = {}, head.config.vocab_size
+    V = head.config.vocab_size
     source: DenseRows | CandidateRows
     if topk is None:
         live = V if head.target_ids is None and base.shape[-1] > V else None
@@ -75,8 +75,8 @@ def draft(
     with jax.named_scope("draft_steps"):
         corrected, tokens, valid = take_steps(head, source, anchor, hidden, sampling, options=options)
 
-    assert corrected is not None or not options.keeps_rows
-    if corrected is None:
+    fields = {}
+    if corrected is None:  # outputs == "tokens"
         pass
     elif outputs == "candidates":
         fields = {"candidate_ids": ids, "candidate_logits": corrected}

@@ -84,7 +84,7 @@ def dense_step(
         parts = [q * chunk + lax.broadcasted_iota(jnp.int32, (chunk,), 0) for q in range(pl.cdiv(r, chunk))]
         weights = [load(refs["w2"], (column[:, None], p[None]), inside[:, None] & (p < r)[None], 0) for p in parts]
 
-        def one_tile(i: Index, _: None) -> None:
+        def one_tile(i: Index | int, _: None) -> None:
             b = i * tile + lax.broadcasted_iota(jnp.int32, (tile,), 0)
             row = load(refs["prev"], (b,), b < B, -1)
             known = (row >= 0) & (row < latents.shape[0])

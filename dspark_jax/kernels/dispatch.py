@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from jax import lax
+from jax import ShapeDtypeStruct, lax
 from jaxtyping import Array
 
 from ..config import IMPLEMENTATIONS
@@ -40,6 +40,6 @@ def run(kernel: str, implementation: str | None, *, xla: Callable[[], T], pallas
     return xla()
 
 
-def addressable(*arrays: Array) -> bool:
+def addressable(*arrays: Array | ShapeDtypeStruct) -> bool:
     """Say whether kernels can index the arrays: their offsets are 32 bits wide."""
     return all(array.size < 2**31 for array in arrays)

@@ -126,7 +126,7 @@ def test_recorded_rounds(trained):
     assert head.dtype == jnp.float32
     assert margin(rounds["corrected_logits"]).min() > 2 * bound(rounds["corrected_logits"])
     np.testing.assert_array_equal(block.tokens, rounds["tokens"])
-    base = head.base_logits(np.swapaxes(rounds["block_hidden"], 0, 1))
+    base = head.base_logits(jnp.asarray(np.swapaxes(rounds["block_hidden"], 0, 1)))
     assert_logits(np.swapaxes(base, 0, 1), rounds["base_logits"])
     assert_logits(np.swapaxes(block.logits, 0, 1), rounds["corrected_logits"])
     assert_logits(block.confidence_logits, rounds["confidence_logits"])
