@@ -3,6 +3,9 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# No axis is added and no dtype widened but where the code says so, in the tests and in the programs that they start.
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 # Most of the time of the fast tests is LLVM compiling programs that run once; XLA's own passes, which decide about
 # memory, aliasing and kernels, are not touched. scripts/test.sh switches this off for the slow tests.
 if os.environ.get("FAST_COMPILES", "1") == "1":

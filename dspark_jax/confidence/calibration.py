@@ -17,6 +17,8 @@ import os
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float64, Int64
+from numpy.typing import ArrayLike
 
 from ..atomic_files import write_json
 from ..checks import check_int, invalid
@@ -25,6 +27,7 @@ from .records import Records
 
 FILE_NAME = "calibration.json"
 BINS = 15
+Curve = Float64[np.ndarray, " used"]  # one value for each bin that holds records
 GRID = np.exp(np.linspace(-math.log(8), math.log(8), 361))  # steps of 1.2%; 1 is among them
 
 
@@ -46,7 +49,7 @@ class Calibration:
                 raise invalid("temperatures", float(value), "a finite number > 0")
         object.__setattr__(self, "temperatures", tuple(float(value) for value in values))
 
-    def confidence(self, confidence_logits: Any) -> np.ndarray:
+    def confidence(self, confidence_logits: ArrayLike) -> Float64[np.ndarray, "N S"]:
         """Return calibrated conditional confidences of logits [N, S], float64."""
         logits = np.asarray(confidence_logits, np.float64)
         if logits.shape[-1] > len(self.temperatures):
@@ -86,7 +89,9 @@ def find_calibration(checkpoint: str | os.PathLike[str]) -> Calibration | None:
     return load_calibration(path) if os.path.lexists(path) else None
 
 
-def fit_calibration(confidence_logits: Any, accepted: Any, num_draft: Any = None, *, bins: int = BINS) -> Calibration:
+def fit_calibration(
+    confidence_logits: ArrayLike, accepted: ArrayLike, num_draft: ArrayLike | None = None, *, bins: int = BINS
+) -> Calibration:
     """Fit sequential temperature scaling on recorded pairs (see the module's equations).
 
     Args:
@@ -115,7 +120,7 @@ def fit_calibration(confidence_logits: Any, accepted: Any, num_draft: Any = None
     return Calibration(tuple(temperatures))
 
 
-def expected_calibration_error(probability: Any, outcome: Any, *, bins: int = BINS) -> float:
+def expected_calibration_error(probability: ArrayLike, outcome: ArrayLike, *, bins: int = BINS) -> float:
     """Return sum over bins of (share of records) * |mean outcome - mean probability|, equal-width bins of [0, 1]."""
     p, y = np.asarray(probability, np.float64), np.asarray(outcome, np.float64)
     index = np.minimum((p * bins).astype(np.int64), bins - 1)
@@ -123,12 +128,12 @@ def expected_calibration_error(probability: Any, outcome: Any, *, bins: int = BI
     return float(np.abs(gap).sum() / len(p))
 
 
-def brier_score(probability: Any, outcome: Any) -> float:
+def brier_score(probability: ArrayLike, outcome: ArrayLike) -> float:
     """Return the mean of (probability - outcome)**2."""
     return float(np.mean((np.asarray(probability, np.float64) - np.asarray(outcome, np.float64)) ** 2))
 
 
-def auc(probability: Any, outcome: Any) -> float:
+def auc(probability: ArrayLike, outcome: ArrayLike) -> float:
     """Return the chance that a success has a larger probability than a failure, ties as half; NaN without both."""
     p, y = np.asarray(probability, np.float64), np.asarray(outcome, bool)
     wins, losses = int(y.sum()), int((~y).sum())
@@ -143,11 +148,11 @@ def auc(probability: Any, outcome: Any) -> float:
 class Quality:
     """Quality of predicted survival, one value for each step: records seen, mean outcome, ECE, Brier score, AUC."""
 
-    count: np.ndarray
-    survival: np.ndarray
-    ece: np.ndarray
-    brier: np.ndarray
-    auc: np.ndarray
+    count: Int64[np.ndarray, " S"]
+    survival: Float64[np.ndarray, " S"]
+    ece: Float64[np.ndarray, " S"]
+    brier: Float64[np.ndarray, " S"]
+    auc: Float64[np.ndarray, " S"]
 
 
 def measure(records: Records, calibration: Calibration | None = None, *, bins: int = BINS) -> Quality:
@@ -168,7 +173,7 @@ def measure(records: Records, calibration: Calibration | None = None, *, bins: i
 
 def reliability(
     records: Records, step: int, calibration: Calibration | None = None, *, bins: int = BINS
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Curve, Curve, Curve]:
     """Return the reliability curve of a step: mean prediction, mean outcome and share of records of each used bin."""
     calibration = Calibration((1.0,) * records.confidence_logits.shape[1]) if calibration is None else calibration
     seen = records.observed(step)
@@ -183,7 +188,7 @@ def reliability(
     return mean(p), mean(records.survived(step)[seen].astype(np.float64)), count[used] / max(count.sum(), 1)
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
+def _sigmoid(x: Float64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
     # Both branches avoid overflow; np.exp of a large positive number would warn.
     e = np.exp(-np.abs(x))
     return np.where(x >= 0, 1 / (1 + e), e / (1 + e))

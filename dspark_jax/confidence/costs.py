@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
+from numpy.typing import ArrayLike
 
 from ..atomic_files import write_json
 from ..checks import check_int, invalid
@@ -34,7 +35,7 @@ class CostTable:
     seconds: Float32[Array, " n"]
 
     @classmethod
-    def make(cls, tokens: Any, sps: Any) -> CostTable:
+    def make(cls, tokens: ArrayLike, sps: ArrayLike) -> CostTable:
         """Build a table from batch sizes in tokens and target steps per second (SPS) at each.
 
         Raises:
@@ -72,7 +73,7 @@ class CostTable:
         table = {"tokens": [int(n) for n in tokens], "sps": [float(f"{1 / t:.6g}") for t in seconds]}
         write_json(path, table | facts)
 
-    def seconds_at(self, tokens: Any) -> Float32[Array, "..."]:
+    def seconds_at(self, tokens: ArrayLike) -> Float32[Array, "..."]:
         """Return the seconds of a step of `tokens` tokens (any shape), float32."""
         n = jnp.asarray(tokens).astype(jnp.float32)
         inside = jnp.interp(n, self.tokens, self.seconds)
@@ -81,7 +82,7 @@ class CostTable:
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
         return inside + jnp.maximum(slope, 0.0) * jnp.maximum(n - self.tokens[-1], 0.0)
 
-    def sps(self, tokens: Any) -> Float32[Array, "..."]:
+    def sps(self, tokens: ArrayLike) -> Float32[Array, "..."]:
         """Return target steps per second at a batch of `tokens` tokens (any shape), float32."""
         return 1.0 / self.seconds_at(tokens)
 

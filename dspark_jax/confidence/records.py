@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Float64, Int64
+from numpy.typing import ArrayLike
 
 from ..atomic_files import open_replacing
 from ..checks import invalid
@@ -22,12 +23,12 @@ class Records:
         num_draft: int64 [N], verified steps; what lies beyond them was not observed.
     """
 
-    confidence_logits: np.ndarray
-    num_accepted: np.ndarray
-    num_draft: np.ndarray
+    confidence_logits: Float64[np.ndarray, "N S"]
+    num_accepted: Int64[np.ndarray, " N"]
+    num_draft: Int64[np.ndarray, " N"]
 
     @classmethod
-    def of(cls, confidence_logits: Any, accepted: Any, num_draft: Any = None) -> Records:
+    def of(cls, confidence_logits: ArrayLike, accepted: ArrayLike, num_draft: ArrayLike | None = None) -> Records:
         """Check recorded pairs.
 
         Args:
@@ -63,13 +64,13 @@ class Records:
                 num_draft=self.num_draft.astype(np.int32),
             )
 
-    def observed(self, step: int) -> np.ndarray:
+    def observed(self, step: int) -> Bool[np.ndarray, " N"]:
         """Say which blocks were verified up to and including `step` (from 0), bool [N]."""
         # A block rejected before its limit says nothing about steps that were never to be verified: counting those
         # would keep only the failures.
         return self.num_draft > step
 
-    def survived(self, step: int) -> np.ndarray:
+    def survived(self, step: int) -> Bool[np.ndarray, " N"]:
         """Say which blocks were accepted up to and including `step`, bool [N]."""
         return self.num_accepted > step
 

@@ -13,12 +13,11 @@ keeps verification lossless: picking the best m of all would let later tokens de
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
+from numpy.typing import ArrayLike
 
 from ..checks import invalid
 from ..types import Confidence, RequestFlags, RequestInts
@@ -68,18 +67,14 @@ def admit(chances: Confidence, limit: RequestInts, active: RequestFlags, costs: 
     return jnp.zeros(B, jnp.int32).at[request].add(admitted)
 
 
-def admit_reference(chances: Any, limit: Any, active: Any, costs: CostTable) -> list[int]:
+def admit_reference(chances: ArrayLike, limit: ArrayLike, active: ArrayLike, costs: CostTable) -> list[int]:
     """Run algorithm 1 in plain Python, one token after the other: the readable form of `admit`."""
-    chances, active = np.asarray(chances, np.float64).tolist(), [bool(flag) for flag in active]
-    lengths = [0] * len(chances)
-    queue = [
-        (-chances[r][j], j, r)
-        for r in range(len(chances))
-        if active[r]
-        for j in range(min(int(limit[r]), len(chances[r])))
-    ]
-    requests = sum(active)
-    seconds = np.asarray(costs.seconds_at(np.arange(1 + sum(1 + len(row) for row in chances))), np.float64)
+    rows, limits = np.asarray(chances, np.float64).tolist(), np.asarray(limit).tolist()
+    flags = np.asarray(active, bool).tolist()
+    lengths = [0] * len(rows)
+    queue = [(-rows[r][j], j, r) for r in range(len(rows)) if flags[r] for j in range(min(limits[r], len(rows[r])))]
+    requests = sum(flags)
+    seconds = np.asarray(costs.seconds_at(np.arange(1 + sum(1 + len(row) for row in rows))), np.float64)
     expected, tokens = float(requests), requests
     for minus_chance, _, r in sorted(queue):
         more = expected - minus_chance

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Bool, Float32, Int32
+from numpy.typing import ArrayLike
 
 from ..drafting.drafter import Drafter
 from ..transformer.target import Target
@@ -33,12 +35,12 @@ class RoundEvent:
         seconds: wall time of the round.
     """
 
-    tokens: np.ndarray
-    num_draft: np.ndarray
-    num_accepted: np.ndarray
-    committed: np.ndarray
-    confidence_logits: np.ndarray | None
-    active: np.ndarray
+    tokens: Int32[np.ndarray, "B R"]
+    num_draft: Int32[np.ndarray, " B"]
+    num_accepted: Int32[np.ndarray, " B"]
+    committed: Int32[np.ndarray, " B"]
+    confidence_logits: Float32[np.ndarray, "B S"] | None
+    active: Bool[np.ndarray, " B"]
     finish_reason: tuple[str | None, ...]
     seconds: float
 
@@ -58,18 +60,18 @@ class Generated:
         prefill_seconds, decode_seconds: wall time, compilation included.
     """
 
-    tokens: list[np.ndarray]
+    tokens: list[Int32[np.ndarray, " n"]]
     finish_reason: list[str]
-    active: np.ndarray
-    num_draft: np.ndarray
-    num_accepted: np.ndarray
-    committed: np.ndarray
-    confidence_logits: np.ndarray | None
+    active: Bool[np.ndarray, "R B"]
+    num_draft: Int32[np.ndarray, "R B"]
+    num_accepted: Int32[np.ndarray, "R B"]
+    committed: Int32[np.ndarray, "R B"]
+    confidence_logits: Float32[np.ndarray, "R B S"] | None
     prefill_seconds: float
     decode_seconds: float
 
     @property
-    def acceptance_lengths(self) -> list[np.ndarray]:
+    def acceptance_lengths(self) -> list[Int32[np.ndarray, " n"]]:
         """Tokens per round of each request, B arrays (accepted drafts and the corrected or bonus token)."""
         return [self.committed[self.active[:, b], b] for b in range(self.active.shape[1])]
 
@@ -122,7 +124,7 @@ def stream(
     min_confidence: float | None = None,
     scheduler: Any = None,
     rule: str = "token",
-    stop_ids: Any = None,
+    stop_ids: ArrayLike | None = None,
     target_filter: TargetFilter | None = None,
     capacity: int | None = None,
     implementation: str | None = None,

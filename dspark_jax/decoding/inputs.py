@@ -8,6 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int32
+from numpy.typing import ArrayLike
 
 from ..checks import check_choice, check_int, invalid
 from ..coerce import coerce_sampling
@@ -83,8 +85,8 @@ def start(
     options: LoopOptions,
     *,
     sampling: DraftSampling | None = None,
-    max_new_tokens: Any = 128,
-    stop_ids: Any = None,
+    max_new_tokens: ArrayLike = 128,
+    stop_ids: ArrayLike | None = None,
     target_filter: TargetFilter | None = None,
     capacity: int | None = None,
 ) -> tuple[DecodeState, Committed]:
@@ -142,7 +144,7 @@ def start(
     return loop.first_token(state, logits, options=options)
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndarray:
+def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> Int32[np.ndarray, " B"]:
     """Return the lengths int32 [B] of checked prompts."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or len(prompts) == 0:
         raise invalid("prompts", prompts, "a non-empty list of token-id lists")
@@ -157,7 +159,12 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> np.ndar
 
 
 def _capacity(
-    capacity: Any, needed: int, lengths: np.ndarray, limits: np.ndarray, block: int, max_length: int | None
+    capacity: Any,
+    needed: int,
+    lengths: Int32[np.ndarray, " B"],
+    limits: Int32[np.ndarray, " B"],
+    block: int,
+    max_length: int | None,
 ) -> int:
     """Return cache slots per request, refusing prompts that do not fit them or the target."""
     chosen = -(-needed // BUCKET) * BUCKET if capacity is None else check_int("capacity", capacity, 1)
@@ -170,7 +177,7 @@ def _capacity(
     return chosen
 
 
-def stop_sets(stop_ids: Any, batch: int) -> list[set[int]]:
+def stop_sets(stop_ids: ArrayLike | None, batch: int) -> list[set[int]]:
     """Return each request's stop tokens from ids [n] or [B, n] (negative ones are padding), or None."""
     if stop_ids is None:
         return [set()] * batch

@@ -6,7 +6,6 @@ float32 and round once to the activations' dtype; norms, rotation and softmax ar
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +33,7 @@ def rms_norm(x: Float[Array, "*rows n"], weight: Float[Array, " n"] | None, eps:
     return normed.astype(x.dtype)
 
 
-def rope_frequencies(config: BackboneConfig) -> np.ndarray:
+def rope_frequencies(config: BackboneConfig) -> Float32[np.ndarray, " P"]:
     """Return the angle per position of each rotary pair, float32 [head_dim / 2].
 
     theta^(-2i / head_dim); "linear" divides by the factor; "proportional" keeps the fastest partial_rotary_factor of
@@ -123,8 +122,9 @@ class Attention(nnx.Module):
     ) -> Activations:
         """Return o_proj(softmax(scale * q.k) v): [B, T, H] from queries [B, T, ...], keys and values [B, C, ...]."""
         # The library's default for float32 products on GPUs is TF32, which would miss the reference by 1e-3.
-        exact = queries.dtype == jnp.float32
-        with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
+        exact = jax.default_matmul_precision("highest" if queries.dtype == jnp.float32 else None)
+        # It also multiplies half-precision products by a float32 scale.
+        with exact, jax.numpy_dtype_promotion("standard"):
             mixed = jax.nn.dot_product_attention(
                 queries, keys.astype(queries.dtype), values.astype(queries.dtype), mask=mask,
                 scale=self.config.attention_scale,

@@ -97,7 +97,7 @@ def test_probabilities_at_temperature(case):
     _, _, tensors, _, _ = case
     logits = jnp.asarray(tensors["out.corrected_logits"]).astype(jnp.float32)
     temperature = noise.safe_temperature(jnp.asarray([0.7]))
-    np.testing.assert_allclose(jax.nn.softmax(logits / temperature), tensors["out.probs_t0.7"], atol=1e-6, rtol=0)
+    np.testing.assert_allclose(jax.nn.softmax(logits / temperature[0]), tensors["out.probs_t0.7"], atol=1e-6, rtol=0)
 
 
 def recorded_rounds(kind):
