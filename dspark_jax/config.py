@@ -157,6 +157,7 @@ class DraftConfig:
     Attributes:
         num_speculative_tokens: S, drafted tokens per block.
         draft_topk: k candidates per step, or None for the full draft vocabulary.
+        draft_markov_topk: m, the previous token's strongest continuations, candidates beside the k; 0 for none.
         draft_sample_method: "greedy" (argmax) or "probabilistic" (Gumbel-max at a per-request temperature).
         outputs: "tokens", "logits" (corrected rows over the target vocabulary) or "candidates" (k ids and logits).
         logits_dtype: dtype of the corrected logits; None takes the head's.
@@ -169,6 +170,7 @@ class DraftConfig:
     outputs: str = "tokens"
     logits_dtype: str | None = None
     min_confidence: float | None = None
+    draft_markov_topk: int = 0
 
     def __post_init__(self) -> None:
         """Check every field; the errors name the field, the value found and what was expected."""
@@ -176,6 +178,11 @@ class DraftConfig:
         put("num_speculative_tokens", check_int("num_speculative_tokens", self.num_speculative_tokens, 1))
         if self.draft_topk is not None:
             put("draft_topk", check_int("draft_topk", self.draft_topk, 1))
+        put("draft_markov_topk", check_int("draft_markov_topk", self.draft_markov_topk, 0))
+        if self.draft_markov_topk and self.draft_topk is None:
+            raise invalid(
+                "draft_markov_topk", self.draft_markov_topk, "a draft_topk beside it (a dense draft has no candidates)"
+            )
         check_choice("draft_sample_method", self.draft_sample_method, METHODS)
         check_choice("outputs", self.outputs, OUTPUTS)
         if self.outputs == "candidates" and self.draft_topk is None:
@@ -194,6 +201,7 @@ class DraftOptions:
     Attributes:
         logits_dtype: numpy dtype that corrected logits are rounded to; tokens are drawn from the rounded values.
         topk: k candidates per step, at most the draftable columns, or None for the whole draft vocabulary.
+        markov_topk: m continuations of the previous token beside them, 0 for none.
         outputs: "tokens", "logits" or "candidates".
         implementation: "xla", "pallas" or None (kernels/dispatch.py).
         num_steps: S where no array tells it (a drafter's whole block of hidden states), else None.
@@ -204,6 +212,12 @@ class DraftOptions:
     outputs: str = "tokens"
     implementation: str | None = None
     num_steps: int | None = None
+    markov_topk: int = 0
+
+    @property
+    def num_candidates(self) -> int:
+        """Slots of a row of candidates, k + m."""
+        return (self.topk or 0) + self.markov_topk
 
     @property
     def keeps_rows(self) -> bool:

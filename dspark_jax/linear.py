@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from .types import Floats
 
@@ -24,7 +24,7 @@ def product(
     return lax.dot_general(x.astype(weight.dtype), weight, contract, precision=precision, preferred_element_type=dtype)
 
 
-def gather_rows(table: Float[Array, "m n"], ids: Int[Array, " *rows"]) -> Float[Array, "*rows n"]:
+def gather_rows(table: Num[Array, "m n"], ids: Int[Array, " *rows"]) -> Num[Array, "*rows n"]:
     """Gather table rows at ids of any shape; an id outside the table gives a row of zeros (never a wrapped row)."""
     # mode="fill" still wraps negative ids, so they are sent beyond the table.
     return jnp.take(table, jnp.where(ids < 0, table.shape[0], ids), axis=0, mode="fill", fill_value=0)

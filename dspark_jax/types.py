@@ -104,7 +104,10 @@ class DraftBlock:
         confidence_logits: float32 [B, S], or None without a confidence head; conditional on all earlier acceptances.
         logits: [S, B, V] in the logits dtype, -inf outside the draft distribution's support; None unless asked for.
         candidate_ids, candidate_logits: int32 and logits dtype [S, B, k], in descending order of their base value
-            (ties: lowest id first); None unless asked for.
+            (ties: lowest id first); None unless asked for. With continuations k + m slots, the continuations last; one
+            that stands among the first k is dead: id V + slot, logit -inf.
+        certified: bool [B, S], True only where the token is proven to be the argmax of the whole corrected row for the
+            drafted prefix. Greedy drafts of a vanilla head with continuations have it (head.with_continuations).
         method: "greedy" or "probabilistic" (static): the distribution q that tokens were drawn from is one-hot, or
             softmax(logits / temperature) (one-hot in rows with a temperature below 1e-5).
     """
@@ -116,6 +119,7 @@ class DraftBlock:
     logits: StepLogits | None = None
     candidate_ids: CandidateIds | None = None
     candidate_logits: CandidateLogits | None = None
+    certified: Flags | None = None
     method: str = dataclasses.field(metadata={"static": True})
 
     @property

@@ -25,7 +25,9 @@ HOOKED = [
         "drafting.head",
         "drafting.rows",
         "drafting.candidates",
+        "drafting.continuations",
         "drafting.steps",
+        "drafting.union_steps",
         "drafting.draft",
         "decoding.loop",
     )

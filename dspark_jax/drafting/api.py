@@ -66,6 +66,7 @@ def draft_block(
     logits_dtype: Any = None,
     min_confidence: float | None = None,
     implementation: str | None = None,
+    markov_topk: int = 0,
 ) -> DraftBlock:
     """Draft a block of S tokens for each of B requests from backbone hidden states, in one jitted call.
 
@@ -81,6 +82,8 @@ def draft_block(
         min_confidence: prune at the first step whose conditional confidence is below it (block.num_draft).
         implementation: "xla" (plain operations), "pallas" (the kernels of kernels/: compiled on NVIDIA GPUs,
             interpreted elsewhere) or None: a kernel on GPUs only where it is known to have passed its checks on one.
+        markov_topk: m candidates beside the k: the previous token's strongest continuations, which the bias alone knows
+            (head.with_continuations(m) finds them); 0 for none. Candidate rows then have k + m slots.
 
     Returns:
         DraftBlock.
@@ -88,7 +91,7 @@ def draft_block(
     Raises:
         ValueError: wrong shape, dtype, range or option; the message names the field, the value and what was expected.
     """
-    options = resolve_options(check_head(head), topk, outputs, logits_dtype, implementation)
+    options = resolve_options(check_head(head), topk, outputs, logits_dtype, implementation, markov_topk=markov_topk)
     hidden, anchor = prepare_hidden(head, hidden, anchor_ids)
     sampling = None if sampling is None else coerce_sampling(sampling, hidden.shape[0])
     threshold = check_threshold(head, min_confidence, has_hidden=True)
@@ -107,6 +110,7 @@ def draft_from_logits(
     logits_dtype: Any = None,
     min_confidence: float | None = None,
     implementation: str | None = None,
+    markov_topk: int = 0,
 ) -> DraftBlock:
     """Draft like `draft_block`, from step-major base logits [S, B, Vd] (scaled and softcapped) of the caller.
 
@@ -115,7 +119,7 @@ def draft_from_logits(
         hidden: [B, S, H], which gated and rnn heads and the confidence head read; None otherwise (without it
             block.confidence_logits is None).
     """
-    options = resolve_options(check_head(head), topk, outputs, logits_dtype, implementation)
+    options = resolve_options(check_head(head), topk, outputs, logits_dtype, implementation, markov_topk=markov_topk)
     base, anchor, hidden = prepare_logits(head, base_logits, anchor_ids, hidden)
     sampling = None if sampling is None else coerce_sampling(sampling, base.shape[1])
     threshold = check_threshold(head, min_confidence, has_hidden=hidden is not None)

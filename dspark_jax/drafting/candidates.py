@@ -32,13 +32,18 @@ def select(base: DraftLogits, k: int, *, implementation: str | None = None) -> t
     return values.reshape(S, B, k), ids.reshape(S, B, k)
 
 
-def scatter(dense: StepLogits, ids: CandidateIds, values: CandidateLogits | float) -> StepLogits:
-    """Write values [S, B, k] (or one number) into columns ids [S, B, k] of dense [S, B, V]."""
+def scatter(
+    dense: StepLogits, ids: CandidateIds, values: CandidateLogits | float, *, sparse: bool = False
+) -> StepLogits:
+    """Write values [S, B, k] (or one number) into columns ids [S, B, k] of dense [S, B, V].
+
+    With `sparse` ids from V on (dead slots) are dropped; without it there must be none.
+    """
     S, B, _ = ids.shape
     s = lax.broadcasted_iota(jnp.int32, (S, B, 1), 0)
     b = lax.broadcasted_iota(jnp.int32, (S, B, 1), 1)
     values = jnp.asarray(values, dense.dtype)
-    return dense.at[s, b, ids].set(values, unique_indices=True, mode="promise_in_bounds")
+    return dense.at[s, b, ids].set(values, unique_indices=True, mode="drop" if sparse else "promise_in_bounds")
 
 
 def empty_buffer(steps: int, batch: int, vocab_size: int, k: int, dtype: Any) -> DraftBuffer:
@@ -47,6 +52,7 @@ def empty_buffer(steps: int, batch: int, vocab_size: int, k: int, dtype: Any) ->
     return DraftBuffer(logits=jnp.full((steps, batch, vocab_size), -jnp.inf, dtype), ids=jnp.array(ids))
 
 
-def refill(buffer: DraftBuffer, ids: CandidateIds, logits: CandidateLogits) -> DraftBuffer:
+def refill(buffer: DraftBuffer, ids: CandidateIds, logits: CandidateLogits, *, sparse: bool = False) -> DraftBuffer:
     """Reset the columns the buffer's last call wrote and write this call's candidates: O(S * B * k) in place."""
-    return DraftBuffer(logits=scatter(scatter(buffer.logits, buffer.ids, -jnp.inf), ids, logits), ids=ids)
+    empty = scatter(buffer.logits, buffer.ids, -jnp.inf, sparse=sparse)
+    return DraftBuffer(logits=scatter(empty, ids, logits, sparse=sparse), ids=ids)

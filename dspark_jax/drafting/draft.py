@@ -32,6 +32,7 @@ from .head import DSparkHead
 from .heads import bias
 from .rows import CandidateRows, DenseRows
 from .steps import take_steps
+from .union_steps import certifies, union_steps
 
 
 def draft(
@@ -72,8 +73,15 @@ def draft(
             )
         ids = draft_ids if head.target_ids is None else jnp.take(head.target_ids, draft_ids)
         source = CandidateRows(values, draft_ids, ids)
+    sparse, certified = options.markov_topk > 0, None
     with jax.named_scope("draft_steps"):
-        corrected, tokens, valid = take_steps(head, source, anchor, hidden, sampling, options=options)
+        if isinstance(source, CandidateRows) and (sparse or certifies(head, sampling)):
+            steps = union_steps(head, base, source, anchor, hidden, sampling, options=options)
+            corrected, tokens, valid, certified = steps.logits, steps.tokens, steps.valid, steps.certified
+            ids = steps.ids
+        else:
+            corrected, tokens, valid = take_steps(head, source, anchor, hidden, sampling, options=options)
+            certified = valid if certifies(head, sampling) else None  # a dense draft is its own proof
 
     fields = {}
     if corrected is None:  # outputs == "tokens"
@@ -83,18 +91,20 @@ def draft(
     elif outputs == "logits" and topk is None:
         fields = {"logits": _to_target_columns(head, corrected)}
     elif outputs == "logits" and buffer is not None:
-        buffer = candidates.refill(buffer, ids, corrected)
+        buffer = candidates.refill(buffer, ids, corrected, sparse=sparse)
     elif outputs == "logits":
         empty = jnp.full((S, B, V), -jnp.inf, dtype)
-        fields = {"logits": candidates.scatter(empty, ids, corrected)}
+        fields = {"logits": candidates.scatter(empty, ids, corrected, sparse=sparse)}
 
-    valid &= ((anchor >= 0) & (anchor < V))[None]
+    known = ((anchor >= 0) & (anchor < V))[None]
+    valid &= known
     confidence = _confidence(head, hidden, jnp.concatenate([anchor[None], tokens[:-1]]))
     block = DraftBlock(
         tokens=tokens.T,
         num_draft=_num_draft(valid, confidence, min_confidence),
         valid=valid.all(axis=0),
         confidence_logits=None if confidence is None else confidence.T,
+        certified=None if certified is None else (certified & known).T,
         method="greedy" if sampling is None else "probabilistic",
         **fields,
     )

@@ -70,6 +70,7 @@ class Drafter(nnx.Module):
         logits_dtype: Any = None,
         min_confidence: float | None = None,
         implementation: str | None = None,
+        markov_topk: int = 0,
     ) -> tuple[DraftBlock, ContextCache]:
         """Append new context and draft the block behind it, in one jitted call that donates the cache.
 
@@ -82,7 +83,7 @@ class Drafter(nnx.Module):
             sampling: None drafts greedily. Its `position` is not read: it is positions + 1.
             num_steps: S, at most the checkpoint's; None takes it. The backbone always runs the whole block, which it
                 was trained on, so fewer steps give a prefix of the same draft.
-            topk, outputs, logits_dtype, min_confidence, implementation: as in draft_block.
+            topk, outputs, logits_dtype, min_confidence, implementation, markov_topk: as in draft_block.
 
         Returns:
             The block (invalid for a request whose positions do not follow its cache or do not fit it), and the cache.
@@ -96,17 +97,23 @@ class Drafter(nnx.Module):
         if sampling is not None:
             # JAX arrays are taken as they are: the true positions are filled in on the device.
             sampling = coerce_sampling(dataclasses.replace(sampling, position=jnp.zeros((batch,), jnp.int32)), batch)
-        options = self.resolve_options(num_steps, topk, outputs, logits_dtype, implementation)
+        options = self.resolve_options(num_steps, topk, outputs, logits_dtype, implementation, markov_topk)
         threshold = self.check_threshold(min_confidence)
         anchor = coerce_ids("anchor_ids", anchor_ids, (batch,), "[B]")
         return _propose(self, cache, features, anchor, positions, sampling, threshold, options=options)
 
     def resolve_options(
-        self, num_steps: Any, topk: Any, outputs: str, logits_dtype: Any, implementation: str | None
+        self,
+        num_steps: Any,
+        topk: Any,
+        outputs: str,
+        logits_dtype: Any,
+        implementation: str | None,
+        markov_topk: Any = 0,
     ) -> DraftOptions:
         """Return the options of `propose_block`, checked; num_steps None is all that the checkpoint was trained for."""
         steps = self.config.max_steps if num_steps is None else num_steps
-        return resolve_options(self.head, topk, outputs, logits_dtype, implementation, steps)
+        return resolve_options(self.head, topk, outputs, logits_dtype, implementation, steps, markov_topk)
 
     def check_threshold(self, min_confidence: Any) -> Scalar | None:
         """Return the confidence threshold as a float32 scalar, or None."""

@@ -25,13 +25,14 @@ def make_buffer(head: DSparkHead, config: DraftConfig, batch: int) -> DraftBuffe
     """Return the DraftBuffer for a function of make_draft_fn: for top-k rows with outputs="logits", else None."""
     _check_config(config)
     check_steps(check_head(head), config.num_speculative_tokens, "num_speculative_tokens")
-    options = resolve_options(head, config.draft_topk, config.outputs, config.logits_dtype, None)
+    options = resolve_options(
+        head, config.draft_topk, config.outputs, config.logits_dtype, None, markov_topk=config.draft_markov_topk
+    )
     if config.draft_topk is None or config.outputs != "logits":
         return None
     batch = check_int("batch", batch, 1)
-    V, k = head.config.vocab_size, options.topk
-    assert k is not None
-    return empty_buffer(config.num_speculative_tokens, batch, V, k, options.logits_dtype)
+    V = head.config.vocab_size
+    return empty_buffer(config.num_speculative_tokens, batch, V, options.num_candidates, options.logits_dtype)
 
 
 class DraftFunction:
@@ -67,7 +68,14 @@ def _options(
     if (sampling is None) != (method == "greedy"):
         wanted = "None" if method == "greedy" else "a DraftSampling"
         raise invalid("sampling", type(sampling).__name__, f"{wanted}, since draft_sample_method is {method}")
-    options = resolve_options(head, config.draft_topk, config.outputs, config.logits_dtype, implementation)
+    options = resolve_options(
+        head,
+        config.draft_topk,
+        config.outputs,
+        config.logits_dtype,
+        implementation,
+        markov_topk=config.draft_markov_topk,
+    )
     return options, None if sampling is None else coerce_sampling(sampling, batch)
 
 
@@ -116,7 +124,7 @@ def make_draft_fn(config: DraftConfig, *, implementation: str | None = None) -> 
             raise invalid("buffer", type(buffer).__name__, wanted)
         if buffered:
             _check_buffer("buffer.logits", buffer.logits, (S, B, head.config.vocab_size), options.logits_dtype)
-            _check_buffer("buffer.ids", buffer.ids, (S, B, options.topk or 0), jnp.dtype(jnp.int32))
+            _check_buffer("buffer.ids", buffer.ids, (S, B, options.num_candidates), jnp.dtype(jnp.int32))
         threshold = check_threshold(head, config.min_confidence, has_hidden=True)
         return program, (head, hidden, anchor, draw, buffer, threshold), options
 

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..checks import invalid
+from ..checks import check_int, invalid
 from ..confidence.calibration import Calibration
 from ..config import DSparkConfig
 from ..linear import product
 from ..markov import MarkovHead
 from ..types import DraftLogits, LmHead, StepHidden, TargetIds
 from .confidence_head import ConfidenceHead
+from .continuations import Continuations, build_continuations
 
 
 class DraftToTarget(nnx.Variable):
@@ -31,6 +32,7 @@ class DSparkHead(nnx.Module):
         confidence: the confidence head, or None.
         draft_to_target: int32 [Vd] target ids of a reduced vocabulary, or None (draft ids are target ids).
         calibration: temperatures for confidence_logits (static; see confidence/schedule.py), or None.
+        continuations: the strongest continuations of every token (see with_continuations), or None.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class DSparkHead(nnx.Module):
         confidence: ConfidenceHead | None = None,
         draft_to_target: TargetIds | None = None,
         calibration: Calibration | None = None,
+        continuations: Continuations | None = None,
     ) -> None:
         self.config = config
         self.lm_head = nnx.data(None if lm_head is None else nnx.Param(lm_head))
@@ -48,6 +51,7 @@ class DSparkHead(nnx.Module):
         self.confidence = nnx.data(confidence)
         self.draft_to_target = nnx.data(None if draft_to_target is None else DraftToTarget(draft_to_target))
         self.calibration = calibration
+        self.continuations = nnx.data(continuations)
         self._check()
 
     def _check(self) -> None:
@@ -71,12 +75,43 @@ class DSparkHead(nnx.Module):
         if confidence is not None:
             width = H + r if c.confidence_head_with_markov else H
             wanted |= {"confidence.weight": (confidence.weight, (width,)), "confidence.bias": (confidence.bias, ())}
+        if (table := self.continuations) is not None:
+            if markov is None:
+                raise invalid("continuations", type(table).__name__, "None, since there is no Markov head")
+            wanted |= {
+                "continuations.ids": (table.ids, (V, table.m)),
+                "continuations.largest": (table.largest, (V,)),
+                "continuations.last": (table.last, (V,)),
+                "continuations.slack": (table.slack, (r,)),
+            }
         for name, (array, shape) in wanted.items():
             if array is not None and tuple(array.shape) != shape:
                 raise invalid(f"{name}.shape", tuple(array.shape), f"{shape} from the config")
         table = self.draft_to_target
         if table is not None and not jnp.issubdtype(table.dtype, jnp.integer):
             raise invalid("draft_to_target.dtype", str(table.dtype), "an integer dtype")
+
+    def with_continuations(self, m: int, *, show_progress: bool = True) -> DSparkHead:
+        """Return this head with a table of each token's m strongest continuations, which `markov_topk` drafts from.
+
+        The table takes 4 * V * (m + 2) bytes (continuations.table_bytes). With m = 0 it holds the largest biases alone,
+        which is enough for certificates. The weights are shared.
+
+        Args:
+            m: from 0 to the number of draftable ids.
+            show_progress: a bar on stderr, where that is a terminal and the work takes over a second.
+        """
+        if self.markov is None:
+            raise invalid("markov", None, "a Markov head, whose biases make the continuations")
+        config = self.config
+        m = check_int("m", m, 0, config.draftable)
+        table = build_continuations(self.markov, m, config.draftable, config.hidden_size, show_progress=show_progress)
+        return self.replace_continuations(table)
+
+    def replace_continuations(self, table: Continuations | None) -> DSparkHead:
+        """Return this head with another table of continuations, or none; the weights are shared."""
+        lm_head = None if self.lm_head is None else self.lm_head[...]
+        return DSparkHead(self.config, lm_head, self.markov, self.confidence, self.target_ids, self.calibration, table)
 
     @property
     def nbytes(self) -> int:

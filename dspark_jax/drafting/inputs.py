@@ -28,7 +28,13 @@ def check_steps(head: DSparkHead, steps: int, field: str) -> None:
 
 
 def resolve_options(
-    head: DSparkHead, topk: Any, outputs: str, logits_dtype: Any, implementation: str | None, num_steps: Any = None
+    head: DSparkHead,
+    topk: Any,
+    outputs: str,
+    logits_dtype: Any,
+    implementation: str | None,
+    num_steps: Any = None,
+    markov_topk: Any = 0,
 ) -> DraftOptions:
     """Return what is static about a draft, checked against the head; `num_steps` where no array tells S."""
     check_choice("outputs", outputs, OUTPUTS)
@@ -36,14 +42,32 @@ def resolve_options(
     k = None if k is None else min(k, head.config.draftable)  # padding is never a candidate
     if outputs == "candidates" and k is None:
         raise invalid("outputs", "candidates", "a topk beside it (a dense draft has no candidates)")
+    m = check_continuations(head, k, markov_topk)
     dtype = head.dtype if logits_dtype is None else dtype_name("logits_dtype", logits_dtype)
     if implementation is not None:
         check_choice("implementation", implementation, IMPLEMENTATIONS)
     if num_steps is not None:
         num_steps = check_int("num_steps", num_steps, 1, head.config.max_steps)
     return DraftOptions(
-        logits_dtype=jnp.dtype(dtype), topk=k, outputs=outputs, implementation=implementation, num_steps=num_steps
-    )
+        logits_dtype=jnp.dtype(dtype), topk=k, outputs=outputs, implementation=implementation, num_steps=num_steps,
+        markov_topk=m,
+    )  # fmt: skip
+
+
+def check_continuations(head: DSparkHead, k: int | None, markov_topk: Any) -> int:
+    """Return m, the continuations that a step takes as candidates; the head must hold a table of as many."""
+    m = min(check_int("markov_topk", markov_topk, 0, head.config.Vd), head.config.draftable)
+    if m == 0:
+        return 0
+    if k is None:
+        raise invalid("markov_topk", m, "a topk beside it (a dense draft has no candidates)")
+    found = -1 if head.continuations is None else head.continuations.m
+    if found < m:
+        has = "no continuations" if found < 0 else f"{found} continuations"
+        raise invalid(
+            "markov_topk", m, f"a head with as many continuations (this one has {has}): head.with_continuations({m})"
+        )
+    return m
 
 
 def check_threshold(head: DSparkHead, min_confidence: Any, *, has_hidden: bool) -> Scalar | None:

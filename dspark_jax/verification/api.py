@@ -107,6 +107,7 @@ def verify_block(
         num_draft=coerce_ids("block.num_draft", block.num_draft, (B,), "[B]"),
         valid=jnp.ones((B,), bool),  # not read: num_draft ends before the first invalid step
         confidence_logits=None,
+        certified=None,
         **coerce_q(block, (S, B, V), rule),
     )
     if sampling is None:
