@@ -33,6 +33,7 @@ COMMITTED = 3
 WORLD = 9  # the seed of a world in which dense drafts give 1.4 to 3.8 tokens a round
 GROUP = 50  # requests that one scheduler call plans together
 POSITION = 10
+CONTINUED = 3  # continuations beside the candidates of a "continued" draft
 
 # How a block is drafted and handed to the verifier: (name, k); k = 0 makes the whole draft vocabulary candidates.
 FORMS = (
@@ -147,7 +148,7 @@ def simulate(
     N = seeds.shape[0]
     name, k = form
     k = head.config.Vd if k == 0 else k
-    outputs = {"greedy": "tokens", "dense": "logits", "rows": "logits", "candidates": "candidates"}[name]
+    outputs = {"greedy": "tokens", "dense": "logits", "rows": "logits"}.get(name, "candidates")
     rows = jnp.arange(N)[:, None]
 
     def one_round(carry: Any, _: None) -> tuple[Any, jax.Array]:
@@ -156,7 +157,8 @@ def simulate(
         draw = DraftSampling(temperature, seeds, POSITION + count)
         block = draft_block(
             head, hidden_of[last2[:, 1]], last2[:, 1], sampling=None if name == "greedy" else draw, topk=k,
-            outputs=outputs, min_confidence=0.35 if schedule == "min_confidence" else None,
+            outputs=outputs, markov_topk=CONTINUED if name == "continued" else 0,
+            min_confidence=0.35 if schedule == "min_confidence" else None,
         )  # fmt: skip
         limit = block.num_draft
         if schedule == "prefix":
@@ -227,6 +229,8 @@ def run(setting: Setting, requests: int, seed: int = WORLD, distort: Any = None)
     requests = sampled + GROUP
     table = target_table(seed)
     head = make_head(setting.kind, setting.reduced, table, seed)
+    if setting.form[0] == "continued":
+        head = head.with_continuations(CONTINUED)
     hidden_of = np.random.default_rng(seed + 2).normal(size=(V, S, H)).astype(np.float32)
     temperature = np.where(np.arange(requests) < sampled, setting.temperature, 0.0).astype(np.float32)
     tokens, committed = simulate(

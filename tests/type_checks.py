@@ -19,6 +19,7 @@ HOOKED = [
         "transformer",
         "verification.filter",
         "verification.distributions",
+        "verification.block_rule",
         "verification.verify",
         "drafting.heads",
         "drafting.confidence_head",

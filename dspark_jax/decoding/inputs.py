@@ -54,7 +54,7 @@ def prepare_options(
         method = check_choice("draft_sample_method", draft_sample_method, METHODS)
     if method == "probabilistic" and not sampled:
         raise invalid("draft_sample_method", method, "'greedy', since sampling is None")
-    needs_q = method == "probabilistic" and rule == "token"
+    needs_q = method == "probabilistic" and rule != "target_only"
     outputs = "tokens" if not needs_q else "logits" if draft_topk is None else "candidates"
     draft = drafter.resolve_options(num_speculative_tokens, draft_topk, outputs, logits_dtype, implementation)
     taps = drafter.config.target_layer_ids

@@ -82,7 +82,8 @@ def verify_block(
         target_filter: restricts the target's distribution (allowed tokens, min-p, top-k, top-p), per request.
         stop_ids: int [n], or [B, n] padded with -1; nothing is committed after the first of them. A stop token among
             the accepted ones ends the block: no further token is drawn.
-        rule: "token" accepts with probability min(1, p/q); "target_only" with probability p.
+        rule: "token" accepts each step with probability min(1, p/q); "target_only" with probability p; "block" weighs
+            the block as a whole and accepts at least as many tokens in expectation. All keep the target's distribution.
         chunk_size: process this many requests at a time to bound memory; None does all at once. Results are the same.
 
     Returns:

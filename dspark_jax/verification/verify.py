@@ -5,7 +5,8 @@
 
 (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). u_s comes from the stream ACCEPT at (seed,
 position, step, x_s), the last token from the stream RESIDUAL at step a: what a request commits depends on no other one.
-The rule "target_only" accepts with probability p_s(x_s) and leaves q out; it is as exact but accepts less often.
+The rule "target_only" accepts with probability p_s(x_s) and leaves q out; it is as exact but accepts less often. The
+rule "block" (block_rule.py) weighs the block as a whole; it is as exact and accepts at least as often.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from ..types import (
     StopIds,
     TargetLogits,
 )
+from . import block_rule
 from .distributions import TargetDistribution, draft_distribution
 from .filter import TargetFilter
 
-RULES = ("token", "target_only")
+RULES = ("token", "target_only", "block")
 
 
 @jax.tree_util.register_dataclass
@@ -89,13 +91,21 @@ def verify(
         p, q = jnp.exp(log_p), draft.at(tokens)
         u = uniform_from_bits(noise_bits(draw.seed[:, None], draw.position[:, None], step, ACCEPT, tokens))
         # Strict, so that p = 0 is rejected for every u; a comparison with NaN rejects too.
-        accept = (u * q < p) & proposed
-        accepted = jnp.cumprod(accept.astype(jnp.int32), axis=1).sum(axis=1)
+        if rule == "block":
+            weight = block_rule.running_weights(p, q)
+            h = block_rule.chances(target, draft, weight, n)
+            accepted = jnp.max(jnp.where((u < h) & proposed, step + 1, 0), axis=1)
+            chance = block_rule.conditional(h, proposed)
+        else:
+            accept = (u * q < p) & proposed
+            accepted = jnp.cumprod(accept.astype(jnp.int32), axis=1).sum(axis=1)
+            chance = jnp.where(proposed & (p > 0), jnp.minimum(p / jnp.maximum(q, 1e-38), 1.0), 0.0)
 
     with jax.named_scope("residual"):
         log_row = target.log_row(accepted)
         p_row, q_row = jnp.exp(log_row), draft.row(jnp.minimum(accepted, S - 1))
-        left = jnp.where((accepted < n)[:, None], jnp.maximum(p_row - q_row, 0.0), p_row)
+        scaled = p_row if rule != "block" else p_row * jnp.take_along_axis(weight, accepted[:, None], axis=1)
+        left = jnp.where((accepted < n)[:, None], jnp.maximum(scaled - q_row, 0.0), p_row)
         # Rounding can reject although p = q everywhere; what is then left of p is p.
         left = jnp.where((left > 0).any(axis=1, keepdims=True), left, p_row)
         ids = jnp.arange(V, dtype=jnp.int32)[None]
@@ -117,7 +127,7 @@ def verify(
     return Verified(
         num_accepted=((committed >= 0) & (rows < end)).sum(axis=1, dtype=jnp.int32),
         tokens=committed,
-        accept_prob=jnp.where(proposed & valid[:, None] & (p > 0), jnp.minimum(p / jnp.maximum(q, 1e-38), 1.0), 0.0),
+        accept_prob=jnp.where(valid[:, None], chance, 0.0),
         logprobs=jnp.where(committed >= 0, logprobs, 0.0),
         valid=valid,
         stopped=stopped,

@@ -16,6 +16,7 @@ from helpers import softmax
 
 import dspark_jax.verification.verify as verify_module
 from dspark_jax import DraftBlock, DraftSampling, teacher_forced_logits, verify_block
+from dspark_jax.verification import block_rule
 
 N = 400_000
 SETTINGS = sim.pairwise()
@@ -42,6 +43,25 @@ def test_first_three_tokens(setting):
 @pytest.mark.slow
 def test_target_only_rule():
     result = sim.run(sim.Setting(("candidates", 4), "gated", 1.0, True, "prefix", "target_only"), N)
+    assert result.p_value > 1e-4
+    assert result.greedy_equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("kind", sim.KINDS)
+def test_continuations(kind, rule):
+    """Candidates of two lists, by both rules."""
+    result = sim.run(sim.Setting(("continued", 2), kind, 1.0, kind == "gated", "prefix", rule), N)
+    assert result.p_value > 1e-4
+    assert result.greedy_equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [("dense", None), ("candidates", 4), ("greedy", None)], ids=str)
+@pytest.mark.parametrize("schedule", sim.SCHEDULES)
+def test_block_rule(form, schedule):
+    result = sim.run(sim.Setting(form, "rnn", 1.0, False, schedule, "block"), N)
     assert result.p_value > 1e-4
     assert result.greedy_equal
 
@@ -105,6 +125,19 @@ def test_shared_streams_are_caught(monkeypatch, clean_caches, streams):
     """The residual, or the accept test, reads the noise that the draft was drawn with (stream 0)."""
     patched(monkeypatch, **streams)
     assert sim.run(POWER, N).p_value < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["weight", "last"])
+def test_faults_of_the_block_rule_are_caught(monkeypatch, clean_caches, fault):
+    """Chances of 3% less, or weights that rejected steps lower too little."""
+    chances, weights = block_rule.chances, block_rule.running_weights
+    if fault == "last":
+        monkeypatch.setattr(block_rule, "chances", lambda *args: 0.97 * chances(*args))
+    else:
+        monkeypatch.setattr(block_rule, "running_weights", lambda p, q: jnp.sqrt(weights(p, q)))
+    jax.clear_caches()
+    assert sim.run(dataclasses.replace(POWER, rule="block"), N).p_value < 1e-6
 
 
 def test_accepted_length_is_the_sum_of_products():
