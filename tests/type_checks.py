@@ -31,6 +31,7 @@ HOOKED = [
         "drafting.union_steps",
         "drafting.draft",
         "decoding.loop",
+        "decoding.processors",
     )
 ]
 

@@ -19,6 +19,7 @@ from ..types import DraftSampling
 from ..verification.filter import TargetFilter
 from . import loop
 from .inputs import prepare_options, start, stop_sets
+from .processors import LogitsProcessor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RoundEvent:
     Attributes:
         tokens: int32 [B, S+1] (or [B, 1]), newly committed tokens padded with -1.
         num_draft, num_accepted, committed: int32 [B], see loop.Round.
-        confidence_logits: float32 [B, S], or None.
+        confidence_logits, logprobs, raw_logprobs: see loop.Round, or None.
         active: bool [B], the requests that took part.
         finish_reason: B entries, why a request ended in this round: "length", "stop", "invalid" (the target gave NaN or
             no finite value), or None for one that goes on or had ended before.
@@ -43,6 +44,8 @@ class RoundEvent:
     active: Bool[np.ndarray, " B"]
     finish_reason: tuple[str | None, ...]
     seconds: float
+    logprobs: np.ndarray | None = None
+    raw_logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +131,9 @@ def stream(
     target_filter: TargetFilter | None = None,
     capacity: int | None = None,
     implementation: str | None = None,
+    draft_markov_topk: int = 0,
+    processor: LogitsProcessor | None = None,
+    logprobs: bool = False,
 ) -> Iterator[RoundEvent]:
     """Decode prompts round by round: yield what each round committed, the prefill first, until all are finished.
 
@@ -137,6 +143,7 @@ def stream(
         prompts: B non-empty sequences of token ids; lengths may differ.
         sampling: None is greedy; else temperature and seed per request. Its `position` is not read.
         draft_topk: k candidates per draft step; None drafts from the whole vocabulary.
+        draft_markov_topk: m continuations of the previous token beside them (Drafter.with_continuations), 0 for none.
         max_new_tokens: per request, or one number for all.
         num_speculative_tokens: S; None takes the checkpoint's.
         draft_sample_method: "greedy" or "probabilistic" drafts; None follows `sampling`.
@@ -144,6 +151,8 @@ def stream(
         scheduler: decides how many steps of each block are verified: a pytree called as scheduler(block, active [B])
             -> int32 [B] inside the round; None verifies all.
         rule: as in verify_block.
+        processor: changes the target's logits by what a request has written: penalties, biases, masks (processors.py).
+        logprobs: whether events give the log-probabilities of the committed tokens, processed and raw.
         stop_ids: token ids [n], or [B, n] padded with -1; a request ends with the first of them.
         target_filter: restricts the target's distribution per request; `allowed` is [B, V].
         capacity: cache slots per request; None takes what prompts and max_new_tokens need.
@@ -155,19 +164,17 @@ def stream(
     options, threshold = prepare_options(
         target, drafter, sampled=sampling is not None, draft_topk=draft_topk, logits_dtype=logits_dtype, rule=rule,
         num_speculative_tokens=num_speculative_tokens, draft_sample_method=draft_sample_method,
-        min_confidence=min_confidence, implementation=implementation,
+        min_confidence=min_confidence, implementation=implementation, draft_markov_topk=draft_markov_topk,
+        processor=processor, logprobs=logprobs,
     )  # fmt: skip
     clock, active, batch = time.perf_counter(), np.ones(len(prompts), bool), len(prompts)
     state, first = start(
         target, drafter, prompts, options, sampling=sampling, max_new_tokens=max_new_tokens, stop_ids=stop_ids,
         target_filter=target_filter, capacity=capacity,
     )  # fmt: skip
-    tokens, still_active, left = jax.device_get((first, state.active, state.remaining))
+    first, still_active, left = jax.device_get((first, state.active, state.remaining))
     stops = stop_sets(stop_ids, batch)
-    nothing = np.zeros(batch, np.int32)
-    committed = (tokens >= 0).sum(axis=1, dtype=np.int32)
-    reasons = _finish_reasons(tokens, active, still_active, left, stops)
-    yield RoundEvent(tokens, nothing, nothing, committed, None, active, reasons, time.perf_counter() - clock)
+    yield _event(first, active, still_active, left, stops, time.perf_counter() - clock)
     while (active := still_active).any():
         clock = time.perf_counter()
         if drafter is None:
@@ -175,9 +182,16 @@ def stream(
         else:
             state, done = loop.speculative_round(target, drafter, state, threshold, scheduler, options=options)
         done, still_active, left = jax.device_get((done, state.active, state.remaining))
-        fields = {field.name: getattr(done, field.name) for field in dataclasses.fields(done)}
-        reasons = _finish_reasons(done.tokens, active, still_active, left, stops)
-        yield RoundEvent(**fields, active=active, finish_reason=reasons, seconds=time.perf_counter() - clock)
+        yield _event(done, active, still_active, left, stops, time.perf_counter() - clock)
+
+
+def _event(
+    done: loop.Round, before: np.ndarray, after: np.ndarray, left: np.ndarray, stops: list[set[int]], seconds: float
+) -> RoundEvent:
+    """Return a round as the host sees it; before and after are the active requests, bool [B]."""
+    fields = {field.name: getattr(done, field.name) for field in dataclasses.fields(done)}
+    reasons = _finish_reasons(fields["tokens"], before, after, left, stops)
+    return RoundEvent(**fields, active=before, finish_reason=reasons, seconds=seconds)
 
 
 def _finish_reasons(

@@ -11,17 +11,18 @@ import numpy as np
 from jaxtyping import Int32
 from numpy.typing import ArrayLike
 
-from ..checks import check_choice, check_int, invalid
+from ..checks import check_bool, check_choice, check_int, invalid
 from ..coerce import coerce_sampling
 from ..config import METHODS
 from ..drafting.drafter import Drafter
 from ..transformer.target import Target
-from ..types import Committed, DraftSampling, Scalar
+from ..types import DraftSampling, Scalar
 from ..verification.filter import TargetFilter
 from ..verification.inputs import coerce_filter
 from ..verification.verify import RULES
 from . import loop
 from .loop import DecodeState, LoopOptions
+from .processors import LogitsProcessor
 
 PREFILL_CHUNK = 256  # prompt tokens per prefill program; bounds its memory
 BUCKET = 32  # prompt chunks and capacities are multiples of it, which bounds the number of traces
@@ -39,14 +40,22 @@ def prepare_options(
     min_confidence: Any = None,
     rule: str = "token",
     implementation: str | None = None,
+    draft_markov_topk: Any = 0,
+    processor: LogitsProcessor | None = None,
+    logprobs: bool = False,
 ) -> tuple[LoopOptions, Scalar | None]:
     """Check how to decode; return the static options and the confidence threshold."""
+    if processor is not None and not isinstance(processor, LogitsProcessor):
+        raise invalid("processor", type(processor).__name__, "a LogitsProcessor (decoding/processors.py) or None")
+    check_bool("logprobs", logprobs)
     if drafter is None:
         given = {"draft_topk": draft_topk, "min_confidence": min_confidence, "implementation": implementation}
         for name, value in given.items():
             if value is not None:
                 raise invalid(name, value, "None, since there is no drafter")
-        return LoopOptions(sampled=sampled), None
+        if draft_markov_topk:
+            raise invalid("draft_markov_topk", draft_markov_topk, "0, since there is no drafter")
+        return LoopOptions(sampled=sampled, processor=processor, logprobs=logprobs), None
     check_pair(target, drafter)
     check_choice("rule", rule, RULES)
     method = "probabilistic" if sampled else "greedy"
@@ -56,9 +65,13 @@ def prepare_options(
         raise invalid("draft_sample_method", method, "'greedy', since sampling is None")
     needs_q = method == "probabilistic" and rule != "target_only"
     outputs = "tokens" if not needs_q else "logits" if draft_topk is None else "candidates"
-    draft = drafter.resolve_options(num_speculative_tokens, draft_topk, outputs, logits_dtype, implementation)
+    draft = drafter.resolve_options(
+        num_speculative_tokens, draft_topk, outputs, logits_dtype, implementation, draft_markov_topk
+    )
     taps = drafter.config.target_layer_ids
-    options = LoopOptions(taps=taps, sampled=sampled, method=method, rule=rule, draft=draft)
+    options = LoopOptions(
+        taps=taps, sampled=sampled, method=method, rule=rule, draft=draft, processor=processor, logprobs=logprobs
+    )
     return options, drafter.check_threshold(min_confidence)
 
 
@@ -89,8 +102,8 @@ def start(
     stop_ids: ArrayLike | None = None,
     target_filter: TargetFilter | None = None,
     capacity: int | None = None,
-) -> tuple[DecodeState, Committed]:
-    """Prefill prompts: return the state of their decoding and the first committed token of each, int32 [B, 1].
+) -> tuple[DecodeState, loop.Round]:
+    """Prefill prompts: return the state of their decoding and the round of their first tokens, int32 [B, 1].
 
     Raises:
         ValueError: as `stream`.
@@ -126,6 +139,7 @@ def start(
         features = jnp.zeros(
             (batch, options.draft.num_steps + 1, drafter.backbone.feature_size), drafter.backbone.dtype
         )
+    written = jnp.asarray(np.where(np.arange(padded.shape[1]) < lengths[:, None], padded, -1))
     stops = stop_sets(stop_ids, batch)
     width = max(map(len, stops))
     state = DecodeState(
@@ -140,6 +154,7 @@ def start(
         seed=draw.seed,
         stop_ids=jnp.asarray([sorted(s) + [-1] * (width - len(s)) for s in stops], jnp.int32) if width else None,
         target_filter=coerce_filter(target_filter, batch, 1, target.vocab_size),
+        processed=() if options.processor is None else options.processor.start(written, target.vocab_size),
     )
     return loop.first_token(state, logits, options=options)
 

@@ -1,4 +1,4 @@
-"""The decoding loop's state and its jitted steps: prefill, one round of speculative or plain decoding, row replacement.
+"""The decoding loop's jitted steps: prefill, one round of speculative or plain decoding, row replacement.
 
 A round drafts behind the last committed token, runs the target once over that token and the draft, verifies, and moves
 on by what was committed. Shapes never change, finished requests stay in their rows without committing, and the host
@@ -15,21 +15,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from ..config import DraftOptions
 from ..drafting.drafter import Drafter, propose_block
 from ..noise import RESIDUAL, choose, gumbel_from_bits, noise_bits, row_is_valid
 from ..transformer.cache import ContextCache
 from ..transformer.target import Target
 from ..types import (
     Committed,
-    Confidence,
     DraftSampling,
-    Features,
     Index,
     RequestFlags,
     RequestFloats,
     RequestInts,
-    RequestSeeds,
     Scalar,
     Sequences,
     StopIds,
@@ -37,77 +33,16 @@ from ..types import (
 from ..verification.distributions import TargetDistribution
 from ..verification.filter import TargetFilter
 from ..verification.verify import verify
+from .processors import raw_logprobs
+from .state import DecodeState, LoopOptions, Round
 
 
-@dataclasses.dataclass(frozen=True)
-class LoopOptions:
-    """What is static about a loop: the drafting options, the tapped layers, and whether drafts and targets are sampled.
+def next_token(
+    logits: Float32[Array, "B V"], draw: DraftSampling, target_filter: TargetFilter | None
+) -> tuple[RequestInts, RequestFloats]:
+    """Draw the token at index draw.position from the processed target row.
 
-    Attributes:
-        taps: the target's tapped layers.
-        sampled: whether the target samples; a request with a temperature below 1e-5 is greedy all the same.
-        draft: the drafting options; None for plain decoding.
-        method: "greedy" or "probabilistic" drafts.
-        rule: as in verify_block.
-    """
-
-    taps: tuple[int, ...] = ()
-    sampled: bool = False
-    draft: DraftOptions | None = None
-    method: str = "greedy"
-    rule: str = "token"
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """Everything about B requests in flight. Every array has the batch as its leading axis.
-
-    Attributes:
-        target_cache: the target's cache; it holds positions below `position`.
-        context: the drafter's context cache, or None for plain decoding.
-        features: [B, S+1, T * Ht], the target's taps from the context's end on; None for plain decoding.
-        anchor: int32 [B], the last committed token; position: int32 [B], its index in the sequence.
-        remaining: int32 [B], tokens that a request may still commit; active: bool [B], whether it is not finished.
-        temperature: float32 [B]; seed: uint32 [B].
-        stop_ids: int32 [B, n] padded with -1, or None; target_filter: per-request restrictions, or None.
-    """
-
-    target_cache: Any
-    context: ContextCache | None
-    features: Features | None
-    anchor: RequestInts
-    position: RequestInts
-    remaining: RequestInts
-    active: RequestFlags
-    temperature: RequestFloats
-    seed: RequestSeeds
-    stop_ids: StopIds | None
-    target_filter: TargetFilter | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """What one round did.
-
-    Attributes:
-        tokens: int32 [B, S+1], newly committed tokens padded with -1, cut to what the request may still commit.
-        num_draft: int32 [B], proposed tokens that were verified; num_accepted: int32 [B], those that were accepted.
-        committed: int32 [B], tokens before the cut (accepted ones and the corrected or bonus token); 0 in a finished
-            request, and in one whose target row was invalid, which is finished by it.
-        confidence_logits: float32 [B, S], or None.
-    """
-
-    tokens: Committed
-    num_draft: RequestInts
-    num_accepted: RequestInts
-    committed: RequestInts
-    confidence_logits: Confidence | None
-
-
-def next_token(logits: Float32[Array, "B V"], draw: DraftSampling, target_filter: TargetFilter | None) -> RequestInts:
-    """Draw the token at index draw.position from the processed target row: int32 [B], -1 where the row is invalid.
+    Returns int32 [B], -1 where the row is invalid, and its log-probability float32 [B] (0 there).
 
     Args:
         logits: float32 [B, V].
@@ -117,18 +52,43 @@ def next_token(logits: Float32[Array, "B V"], draw: DraftSampling, target_filter
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None]
     bits = noise_bits(draw.seed[:, None], draw.position[:, None], 0, RESIDUAL, ids)
     token = choose(log_p + gumbel_from_bits(bits))
-    return jnp.where(row_is_valid(logits) & (log_p > -jnp.inf).any(axis=1), token, -1)
+    fine = row_is_valid(logits) & (log_p > -jnp.inf).any(axis=1)
+    chosen = jnp.take_along_axis(log_p, token[:, None], axis=1)[:, 0]
+    return jnp.where(fine, token, -1), jnp.where(fine, chosen, 0.0)
 
 
-def _advance(state: DecodeState, tokens: Committed, stopped: RequestFlags) -> tuple[DecodeState, Committed]:
+def _process(
+    state: DecodeState, logits: Float32[Array, "B R V"], drafts: Int32[Array, "B S"], options: LoopOptions
+) -> Float32[Array, "B R V"]:
+    """Apply the processor to target rows [B, R, V] along drafts [B, R-1]."""
+    if options.processor is None:
+        return logits
+    with jax.named_scope("process"):
+        return options.processor.apply(state.processed, logits, drafts)
+
+
+def _logprobs(
+    logits: Float32[Array, "B R V"], tokens: Committed, processed: Float32[Array, "B R"], options: LoopOptions
+) -> dict[str, Any]:
+    """Return the fields of a Round about log-probabilities, of raw logits [B, R, V] and committed tokens [B, R]."""
+    if not options.logprobs:
+        return {}
+    return {"logprobs": jnp.where(tokens >= 0, processed, 0.0), "raw_logprobs": raw_logprobs(logits, tokens)}
+
+
+def _advance(
+    state: DecodeState, tokens: Committed, stopped: RequestFlags, options: LoopOptions
+) -> tuple[DecodeState, Committed]:
     """Commit tokens [B, n] (padded with -1) in active requests; return the state and the tokens that were committed."""
     kept = (jnp.arange(tokens.shape[1])[None] < state.remaining[:, None]) & state.active[:, None]
     tokens = jnp.where(kept, tokens, -1)
     count = (tokens >= 0).sum(axis=1, dtype=jnp.int32)
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     remaining = state.remaining - count
+    processed = state.processed if options.processor is None else options.processor.advance(state.processed, tokens)
     state = dataclasses.replace(
         state,
+        processed=processed,
         anchor=jnp.where(count > 0, last, state.anchor),
         position=state.position + count,
         remaining=remaining,
@@ -177,14 +137,25 @@ def prefill_chunk(
 @partial(jax.jit, static_argnames=("options",), donate_argnames=("state",))
 def first_token(
     state: DecodeState, logits: Float32[Array, "B V"], *, options: LoopOptions
-) -> tuple[DecodeState, Committed]:
-    """Commit the token behind each prompt, drawn from logits [B, V]; return the state and the tokens int32 [B, 1].
+) -> tuple[DecodeState, Round]:
+    """Commit the token behind each prompt, drawn from logits [B, V]; return the state and a Round of tokens [B, 1].
 
     Before the call `position` is the index of the prompt's last token.
     """
     draw = DraftSampling(state.temperature, state.seed, state.position + 1)
-    token = next_token(logits, draw, state.target_filter)
-    return _advance(state, token[:, None], _is_stop(token, state.stop_ids))
+    state, tokens, extra = _one_token(state, logits, draw, options)
+    nothing = jnp.zeros_like(state.anchor)
+    return state, Round(tokens, nothing, nothing, (tokens[:, 0] >= 0).astype(jnp.int32), None, **extra)
+
+
+def _one_token(
+    state: DecodeState, logits: Float32[Array, "B V"], draw: DraftSampling, options: LoopOptions
+) -> tuple[DecodeState, Committed, dict[str, Any]]:
+    """Commit one token of each request from raw rows [B, V]: (state, tokens [B, 1], fields about log-probabilities)."""
+    rows = _process(state, logits[:, None], jnp.zeros((logits.shape[0], 0), jnp.int32), options)
+    token, log_p = next_token(rows[:, 0], draw, state.target_filter)
+    state, tokens = _advance(state, token[:, None], _is_stop(token, state.stop_ids), options)
+    return state, tokens, _logprobs(logits[:, None], tokens, log_p[:, None], options)
 
 
 @partial(jax.jit, static_argnames=("options",), donate_argnames=("state",))
@@ -221,13 +192,15 @@ def speculative_round(
         hidden, features, cache = target.forward(ids, state.position, state.target_cache, options.taps)
         logits = target.logits(hidden)
     with jax.named_scope("verify"):
-        out = verify(block, logits, draw, num_draft, state.target_filter, state.stop_ids, rule=options.rule)
+        rows = _process(state, logits, block.tokens, options)
+        out = verify(block, rows, draw, num_draft, state.target_filter, state.stop_ids, rule=options.rule)
     features = features.astype(state.features.dtype)
     state = dataclasses.replace(state, target_cache=cache, context=context, features=features)
     committed = jnp.where(state.active, out.num_committed, 0)
     accepted = jnp.where(state.active, out.num_accepted, 0)
-    state, tokens = _advance(state, out.tokens, out.stopped)
-    return state, Round(tokens, num_draft, accepted, committed, block.confidence_logits)
+    state, tokens = _advance(state, out.tokens, out.stopped, options)
+    extra = _logprobs(logits, tokens, out.logprobs, options)
+    return state, Round(tokens, num_draft, accepted, committed, block.confidence_logits, **extra)
 
 
 @partial(jax.jit, static_argnames=("options",), donate_argnames=("state",))
@@ -235,12 +208,11 @@ def plain_round(target: Target, state: DecodeState, *, options: LoopOptions) -> 
     """Commit one token per request by the target alone: the baseline."""
     hidden, _, cache = target.forward(state.anchor[:, None], state.position, state.target_cache, ())
     draw = DraftSampling(state.temperature, state.seed, state.position + 1)
-    token = next_token(target.logits(hidden[:, 0]), draw, state.target_filter)
-    state = dataclasses.replace(state, target_cache=cache)
-    committed = jnp.where(state.active, (token >= 0).astype(jnp.int32), 0)
-    state, tokens = _advance(state, token[:, None], _is_stop(token, state.stop_ids))
-    nothing = jnp.zeros_like(committed)
-    return state, Round(tokens, nothing, nothing, committed, None)
+    state, tokens, extra = _one_token(
+        dataclasses.replace(state, target_cache=cache), target.logits(hidden[:, 0]), draw, options
+    )
+    nothing = jnp.zeros_like(state.anchor)
+    return state, Round(tokens, nothing, nothing, (tokens[:, 0] >= 0).astype(jnp.int32), None, **extra)
 
 
 @partial(jax.jit, donate_argnames=("state",))

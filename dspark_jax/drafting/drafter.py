@@ -41,6 +41,10 @@ class Drafter(nnx.Module):
         """The drafter's DSparkConfig."""
         return self.head.config
 
+    def with_continuations(self, m: int, *, show_progress: bool = True) -> Drafter:
+        """Return this drafter with a head that knows each token's m strongest continuations; weights are shared."""
+        return Drafter(self.backbone, self.head.with_continuations(m, show_progress=show_progress))
+
     def make_cache(self, batch: int, capacity: int) -> ContextCache:
         """Return an empty context cache for `batch` requests of at most capacity - block_size context positions."""
         check_int("capacity", capacity, self.config.block_size + 1)

@@ -223,7 +223,7 @@ def test_a_new_request_in_a_used_row_is_as_good_as_alone(tiny):
         state, _ = loop.speculative_round(target, drafter, state, None, None, options=options)
     fresh, first = start(target, drafter, prompts[:1], options, max_new_tokens=12, capacity=64)
     state = loop.replace_rows(state, np.array([1], np.int32), fresh)
-    tokens, confidence = np.asarray(first)[0].tolist(), []
+    tokens, confidence = np.asarray(first.tokens)[0].tolist(), []
     while bool(state.active[1]):
         state, done = loop.speculative_round(target, drafter, state, None, None, options=options)
         tokens += [token for token in np.asarray(done.tokens)[1].tolist() if token >= 0]
