@@ -50,8 +50,11 @@ def open_regular(path: str) -> Any:
     return os.fdopen(descriptor, "rb")
 
 
-def parse_json(where: str, text: bytes) -> Any:
+def parse_json(where: str, text: bytes, *, large_integers: bool = False) -> Any:
     """Parse one JSON value; `where` names it in errors.
+
+    Args:
+        large_integers: give integers of 21 to 40 characters as floats (tokenizers write 10^30 for "no limit").
 
     Raises:
         ValueError: not JSON, a repeated key, too deep, a number that is not finite or an integer beyond 64 bits.
@@ -62,7 +65,7 @@ def parse_json(where: str, text: bytes) -> Any:
             object_pairs_hook=_unique,
             parse_constant=_refuse,
             parse_float=_finite,
-            parse_int=_whole,
+            parse_int=_large if large_integers else _whole,
         )
         _check_depth(value)
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
@@ -71,21 +74,21 @@ def parse_json(where: str, text: bytes) -> Any:
     return value
 
 
-def parse_json_object(where: str, text: bytes) -> dict[str, Any]:
-    """Parse a JSON object; errors as `parse_json`."""
-    value = parse_json(where, text)
+def parse_json_object(where: str, text: bytes, *, large_integers: bool = False) -> dict[str, Any]:
+    """Parse a JSON object; arguments and errors as `parse_json`."""
+    value = parse_json(where, text, large_integers=large_integers)
     if not isinstance(value, dict):
         raise ValueError(f"{where}: found {type(value).__name__}, expected a JSON object")
     return value
 
 
-def read_json(path: str | os.PathLike[str], limit: int = MAX_CONFIG) -> dict[str, Any]:
-    """Read a file that holds one JSON object of at most `limit` bytes.
+def read_json(path: str | os.PathLike[str], limit: int = MAX_CONFIG, *, large_integers: bool = False) -> dict[str, Any]:
+    """Read a file that holds one JSON object of at most `limit` bytes; large_integers as in `parse_json`.
 
     Raises:
         FileNotFoundError, ValueError: as `read_bytes` and `parse_json_object`.
     """
-    return parse_json_object(os.fspath(path), read_bytes(path, limit))
+    return parse_json_object(os.fspath(path), read_bytes(path, limit), large_integers=large_integers)
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, Any]]:
@@ -137,6 +140,10 @@ def _whole(text: str) -> int:
     if len(text) > 20 or abs(int(text)) >= _LARGEST:
         raise ValueError(f"the integer {text[:40]} is beyond 64 bits")
     return int(text)
+
+
+def _large(text: str) -> int | float:
+    return _finite(text) if 20 < len(text) <= 40 else _whole(text)
 
 
 def _check_depth(value: Any) -> None:

@@ -13,11 +13,12 @@ import numpy as np
 from helpers import Weights, build_head, make_weights
 from safetensors.numpy import save_file
 
+from dspark_jax.checkpoint.family.targets import read_target_geometry
 from dspark_jax.checkpoint.weights import WeightReader
 from dspark_jax.drafting.drafter import Drafter
 from dspark_jax.transformer.backbone import Backbone
 from dspark_jax.transformer.geometry import BackboneConfig
-from dspark_jax.transformer.target import Qwen3Target
+from dspark_jax.transformer.target import DecoderTarget
 
 QWEN3 = {
     "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "vocab_size": 37, "hidden_size": 12,
@@ -57,9 +58,9 @@ def layer_weights(config: BackboneConfig, rng: np.random.Generator) -> Weights:
             if name == "v" and config.key_is_value:
                 continue
             put(f"{at}self_attn.{name}_proj.weight", out, config.num_heads * D if name == "o" else H)
-            if config.attention_bias:
+            if config.attention_bias or (config.qkv_bias and name != "o"):
                 put(f"{at}self_attn.{name}_proj.bias", out)
-        for name in ("q", "k"):
+        for name in ("q", "k") if config.qk_norm else ():
             put(f"{at}self_attn.{name}_norm.weight", D)
         sandwich = ["pre_feedforward", "post_feedforward"] if config.style == "gemma4" else []
         for name in ["input", "post_attention", *sandwich]:
@@ -112,7 +113,7 @@ def target_config(**fields: Any) -> dict[str, Any]:
 
 def target_weights(raw: dict[str, Any], seed: int = 0, tied: bool = False, sharpness: float = 2.0) -> Weights:
     """Draw a target's weights under canonical names; `sharpness` scales its logits."""
-    config, rng = BackboneConfig.from_flat(raw, causal=True), np.random.default_rng(seed + 77)
+    config, rng = read_target_geometry(raw), np.random.default_rng(seed + 77)
     weights = layer_weights(config, rng)
     shape = (config.vocab_size, config.hidden_size)
     weights["embed_tokens.weight"] = rng.standard_normal(shape).astype(np.float32)
@@ -121,21 +122,21 @@ def target_weights(raw: dict[str, Any], seed: int = 0, tied: bool = False, sharp
     return weights
 
 
-def build_target(raw: dict[str, Any], weights: Weights) -> Qwen3Target:
+def build_target(raw: dict[str, Any], weights: Weights) -> DecoderTarget:
     """Build the library's target from weights."""
     take = WeightReader("test", weights, weights.__getitem__, "float32")
-    model = Qwen3Target(BackboneConfig.from_flat(raw, causal=True), take, tied="lm_head.weight" not in weights)
+    model = DecoderTarget(read_target_geometry(raw), take, tied="lm_head.weight" not in weights)
     take.finish()
     return model
 
 
-def make_target(seed: int = 0, **fields: Any) -> Qwen3Target:
+def make_target(seed: int = 0, **fields: Any) -> DecoderTarget:
     """Build a random target."""
     raw = target_config(**fields)
     return build_target(raw, target_weights(raw, seed))
 
 
-def make_pair(**fields: Any) -> tuple[Qwen3Target, Drafter]:
+def make_pair(**fields: Any) -> tuple[DecoderTarget, Drafter]:
     """Build a target of two layers and a drafter of one that drafts well: both are close to one bigram table."""
     raw = target_config(num_hidden_layers=2, **fields)
     weights = target_weights(raw, sharpness=3.0)

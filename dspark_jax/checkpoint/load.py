@@ -14,10 +14,9 @@ from ..drafting.head import DSparkHead
 from ..head_kinds import head_kind
 from ..json_files import read_config
 from ..transformer.backbone import Backbone
-from ..transformer.geometry import BackboneConfig
-from ..transformer.target import Qwen3Target
+from ..transformer.target import DecoderTarget
 from .family.names import CONFIDENCE, CONFIDENCE_BIAS, D2T, EMBEDDING, LM_HEAD, T2D, is_head
-from .family.read_config import flatten_target
+from .family.targets import read_target_geometry
 from .open import Checkpoint, open_checkpoint
 from .storage.tensor_files import TensorFiles
 from .weights import Sharding, WeightReader, check_sharding
@@ -87,8 +86,8 @@ def load_drafter(path: Path, *, dtype: Any = None, target: Path | None = None, s
     return Drafter(backbone, build_head(checkpoint, dtype, sharding))
 
 
-def load_target(path: Path, *, dtype: Any = None, sharding: Sharding = None) -> Qwen3Target:
-    """Load a Qwen3ForCausalLM directory (config.json and safetensors).
+def load_target(path: Path, *, dtype: Any = None, sharding: Sharding = None) -> DecoderTarget:
+    """Load a Llama, Mistral, Qwen2 or Qwen3 directory (config.json and safetensors).
 
     Args:
         path: the directory.
@@ -97,21 +96,19 @@ def load_target(path: Path, *, dtype: Any = None, sharding: Sharding = None) -> 
 
     Raises:
         FileNotFoundError: no config.json or weights.
-        ValueError: another architecture, or tensors missing, unknown or of wrong shapes (all listed).
+        ValueError: another architecture or a part that is not supported (by name), or tensors missing, unknown or of
+            wrong shapes (all listed).
     """
     dtype = None if dtype is None else dtype_name("dtype", dtype)
     raw = read_config(path)
-    names = raw.get("architectures") or [raw.get("model_type")]
-    if not isinstance(names, list) or ("Qwen3ForCausalLM" not in names and raw.get("model_type") != "qwen3"):
-        raise invalid("architectures", names, "Qwen3ForCausalLM; other targets come in through the Target protocol")
-    config = BackboneConfig.from_flat(flatten_target(raw), causal=True)
+    config = read_target_geometry(raw)
     files = TensorFiles(path)
     sources = {name.removeprefix("model."): name for name in files}
     tied = raw.get("tie_word_embeddings", LM_HEAD not in sources) is True
     if tied:  # some exporters write the tied head as well
         sources.pop(LM_HEAD, None)
     take = WeightReader(os.fspath(path), sources, lambda name: files.read(sources[name]), dtype, sharding)
-    model = Qwen3Target(config, take, tied=tied)
+    model = DecoderTarget(config, take, tied=tied)
     take.finish()
     return model
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from .chat import render_chat
 from .options import add_implementation
 from .text import TextStream, load_tokenizer, read_stop_ids
 
@@ -23,8 +24,9 @@ def add_parser(subparsers: Any) -> None:
         description="Write text behind a prompt by speculative decoding; accepted drafts are marked.",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="directory of the drafter")
-    parser.add_argument("--target", required=True, metavar="DIR", help="directory of the target (Qwen3ForCausalLM)")
+    parser.add_argument("--target", required=True, metavar="DIR", help="directory of the target")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: apply the chat template")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
@@ -49,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
     import dspark_jax
 
     tokenizer = load_tokenizer(args.target)
-    ids = tokenizer.encode(args.prompt).ids
+    if args.chat:
+        prompt = render_chat(args.target, [{"role": "user", "content": args.prompt}])
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    else:
+        ids = tokenizer.encode(args.prompt).ids
     if not ids:
         raise ValueError(f"--prompt: found {args.prompt!r}, expected text of at least one token")
     target = dspark_jax.load_target(args.target, dtype=args.dtype)
@@ -73,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     style = ("color" if sys.stdout.isatty() else "brackets") if args.mark == "auto" else args.mark
     before, after = MARKS[style]
     _warm_up(dspark_jax.stream(target, drafter, [ids], **shared, **options))
-    print(args.prompt, end="", flush=True)
+    print("" if args.chat else args.prompt, end="", flush=True)
     text, events = TextStream(tokenizer), []
     for event in dspark_jax.stream(target, drafter, [ids], **shared, **options):
         new = _new_tokens(event)

@@ -22,7 +22,8 @@ from ..linear import gather_rows, product
 from ..types import Activations, Features, RequestInts, Sequences
 from .cache import ContextCache, KVCache, make_kv_cache
 from .geometry import BackboneConfig
-from .layers import DecoderLayer, Take, rms_norm, rope_tables, run_layers
+from .layers import DecoderLayer, Take, rms_norm, run_layers
+from .rope import rope_tables
 
 
 class Backbone(nnx.Module):

@@ -11,7 +11,8 @@ from ..checks import check_bool, check_choice, check_float, check_int, invalid
 
 STYLES = ("qwen3", "gemma4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-ROPE_TYPES = ("default", "linear", "proportional")
+ROPE_TYPES = ("default", "linear", "proportional", "llama3")
+LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,10 +27,13 @@ class BackboneConfig:
             embeddings scaled by sqrt(H), attention scale 1).
         activation: of the gated MLP.
         rms_norm_eps: epsilon of every RMS norm.
-        attention_bias: whether q, k, v and o have biases.
+        attention_bias: whether q, k, v and o have biases; qkv_bias: whether q, k and v have (Qwen2).
+        qk_norm: whether queries and keys are normed per head (Qwen3, Gemma4).
         key_is_value: values are the key projection's output (no v_proj).
         rope_theta, rope_type, rope_factor, partial_rotary_factor: rotary base; "linear" divides the frequencies by
-            rope_factor; "proportional" rotates only the fastest partial_rotary_factor of the frequency pairs.
+            rope_factor; "proportional" rotates only the fastest partial_rotary_factor of the frequency pairs; "llama3"
+            divides those of long wavelengths (see rope.rope_frequencies).
+        rope_llama3: low_freq_factor, high_freq_factor and original_max_position_embeddings of "llama3"; else empty.
         rope_interleaved: pairs are (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ...
         windows: sliding window of each layer (a key at distance >= window is hidden), None for full attention.
         causal: whether a block's token sees only earlier tokens of the block. Drafters are bidirectional by default.
@@ -47,10 +51,13 @@ class BackboneConfig:
     activation: str = "silu"
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = True
     key_is_value: bool = False
     rope_theta: float = 10000.0
     rope_type: str = "default"
     rope_factor: float = 1.0
+    rope_llama3: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
     rope_interleaved: bool = False
     windows: tuple[int | None, ...] = ()
@@ -77,7 +84,13 @@ class BackboneConfig:
             raise invalid("partial_rotary_factor", self.partial_rotary_factor, "a number in (0, 1]")
         if self.partial_rotary_factor != 1 and self.rope_type != "proportional":
             raise invalid("partial_rotary_factor", self.partial_rotary_factor, f"1 with rope_type {self.rope_type!r}")
-        for name in ("attention_bias", "key_is_value", "rope_interleaved", "causal"):
+        if len(self.rope_llama3) != (len(LLAMA3) if self.rope_type == "llama3" else 0):
+            raise invalid("rope_llama3", list(self.rope_llama3), f"{', '.join(LLAMA3)} with rope_type 'llama3' alone")
+        pairs = zip(LLAMA3, self.rope_llama3, strict=self.rope_type == "llama3")
+        put("rope_llama3", tuple(check_float(n, v, above=0, expected="a number > 0") for n, v in pairs))
+        if self.rope_llama3 and self.rope_llama3[0] >= self.rope_llama3[1]:
+            raise invalid("low_freq_factor", self.rope_llama3[0], f"less than high_freq_factor {self.rope_llama3[1]}")
+        for name in ("attention_bias", "qkv_bias", "qk_norm", "key_is_value", "rope_interleaved", "causal"):
             check_bool(name, getattr(self, name))
         windows = tuple(self.windows) or (None,) * self.num_layers
         if len(windows) != self.num_layers:
@@ -97,12 +110,13 @@ class BackboneConfig:
         return self.hidden_size**0.5 if self.style == "gemma4" else 1.0
 
     @classmethod
-    def from_flat(cls, flat: Mapping[str, Any], *, causal: bool | None = None) -> BackboneConfig:
+    def from_flat(cls, flat: Mapping[str, Any], *, causal: bool | None = None, **variant: Any) -> BackboneConfig:
         """Read the geometry from a flat config (what checkpoint/family/read_config.py makes of any config.json).
 
         Args:
             flat: canonical keys.
             causal: True for a target; None reads a drafter's own flag, which is absent (bidirectional) in most.
+            variant: fields that the architecture fixes (qk_norm=False, say).
 
         Raises:
             ValueError: a field is missing or out of range, or the model has parts that are not implemented here.
@@ -121,7 +135,7 @@ class BackboneConfig:
         hidden = check_int("hidden_size", _required(get, "hidden_size"), 1)
         layers = check_int("num_hidden_layers", _required(get, "num_hidden_layers"), 1)
         windows = _read_windows(get, layers)
-        return cls(
+        fields = dict(
             vocab_size=_required(get, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=_required(get, "intermediate_size"),
@@ -140,6 +154,7 @@ class BackboneConfig:
             max_position_embeddings=get("max_position_embeddings"),
             **_read_rope(flat, gemma),
         )
+        return cls(**(fields | variant))
 
 
 def _required(get: Any, key: str) -> Any:
@@ -189,6 +204,11 @@ def _read_rope(flat: Mapping[str, Any], gemma: bool) -> dict[str, Any]:
         found["rope_theta"] = theta
     if found["rope_type"] != "default" and parameters.get("factor") is not None:
         found["rope_factor"] = parameters["factor"]
+    if kind == "llama3":
+        absent = [name for name in ("factor", *LLAMA3) if parameters.get(name) is None]
+        if absent:
+            raise invalid(absent[0], None, "a value in rope_parameters (rope_scaling) of rope_type 'llama3'")
+        found["rope_llama3"] = tuple(parameters[name] for name in LLAMA3)
     # Only Gemma4's layers rotate partially; elsewhere the key is a leftover of the target's config.
     if gemma and parameters.get("partial_rotary_factor") is not None:
         found["partial_rotary_factor"] = parameters["partial_rotary_factor"]

@@ -1,4 +1,4 @@
-"""Transformer layers shared by the drafter's backbone and the target: norms, rotary positions, attention, MLP.
+"""Transformer layers shared by the drafter's backbone and the target: norms, attention, MLP, a stack of layers.
 
 T tokens per request, N heads, D head size. Weights keep the stored orientation [out, in]; products accumulate in
 float32 and round once to the activations' dtype; norms, rotation and softmax are float32 inside.
@@ -11,17 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from ..linear import as_last_axis, product
 from ..types import Activations, Floats, HeadStates, RequestInts, Sequences, Visible
 from .cache import KVCache
 from .geometry import BackboneConfig
+from .rope import RopeTables, rope_tables, rotate
 
 Take = Callable[[str, tuple[int, ...]], Floats]  # (tensor's name, expected shape) -> weight
-RopeTables = tuple[Float32[Array, "B T 1 P"], Float32[Array, "B T 1 P"]]  # cosines and sines of P pairs
 
 
 def rms_norm(x: Float[Array, "*rows n"], weight: Float[Array, " n"] | None, eps: float) -> Float[Array, "*rows n"]:
@@ -31,35 +30,6 @@ def rms_norm(x: Float[Array, "*rows n"], weight: Float[Array, " n"] | None, eps:
     if weight is not None:
         normed = normed * as_last_axis(weight.astype(jnp.float32), x.ndim)
     return normed.astype(x.dtype)
-
-
-def rope_frequencies(config: BackboneConfig) -> Float32[np.ndarray, " P"]:
-    """Return the angle per position of each rotary pair, float32 [head_dim / 2].
-
-    theta^(-2i / head_dim); "linear" divides by the factor; "proportional" keeps the fastest partial_rotary_factor of
-    the pairs and leaves the others unrotated (the exponent's divisor stays head_dim).
-    """
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float32) / half) / np.float32(config.rope_factor)
-    if config.rope_type == "proportional":
-        frequencies[int(config.partial_rotary_factor * half) :] = 0
-    return frequencies.astype(np.float32)
-
-
-def rope_tables(config: BackboneConfig, positions: Sequences) -> RopeTables:
-    """Return cosines and sines, float32 [B, T, 1, head_dim / 2], of absolute positions [B, T]."""
-    angles = positions.astype(jnp.float32)[..., None, None] * as_last_axis(jnp.asarray(rope_frequencies(config)), 4)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: HeadStates, tables: RopeTables, interleaved: bool) -> HeadStates:
-    """Rotate the pairs of x [B, T, N, D] by the tables' angles; halves are paired, or neighbours where interleaved."""
-    cos, sin = tables
-    wide = x.astype(jnp.float32)
-    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
-    turned = a * cos - b * sin, b * cos + a * sin
-    out = jnp.stack(turned, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(turned, axis=-1)
-    return out.astype(x.dtype)
 
 
 def visible(positions: Sequences, capacity: int, *, causal: bool, window: int | None) -> Visible:
@@ -80,7 +50,7 @@ def visible(positions: Sequences, capacity: int, *, causal: bool, window: int | 
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with per-head norms of queries and keys (and scale-less norms of values in Gemma4)."""
+    """Grouped-query attention; queries and keys are normed per head if `qk_norm` (Gemma4: values too, unscaled)."""
 
     def __init__(self, config: BackboneConfig, take: Take, prefix: str) -> None:
         self.config = config
@@ -89,10 +59,10 @@ class Attention(nnx.Module):
         if not config.key_is_value:
             outputs["v"] = outputs["k"]
         self.weights = nnx.Dict({n: nnx.Param(take(f"{prefix}.{n}_proj.weight", s)) for n, s in outputs.items()})
-        with_bias = outputs if config.attention_bias else {}
+        with_bias = {n: s for n, s in outputs.items() if config.attention_bias or (config.qkv_bias and n != "o")}
         self.biases = nnx.Dict({n: nnx.Param(take(f"{prefix}.{n}_proj.bias", s[:1])) for n, s in with_bias.items()})
-        self.q_norm = nnx.Param(take(f"{prefix}.q_norm.weight", (D,)))
-        self.k_norm = nnx.Param(take(f"{prefix}.k_norm.weight", (D,)))
+        names = ("q", "k") if config.qk_norm else ()
+        self.norms = nnx.Dict({n: nnx.Param(take(f"{prefix}.{n}_norm.weight", (D,))) for n in names})
 
     def _project(self, name: str, x: Float[Array, "B T n"]) -> Float[Array, "B T m"]:
         if name not in self.biases:
@@ -103,10 +73,12 @@ class Attention(nnx.Module):
     def _heads(self, x: Float[Array, "B T n"]) -> HeadStates:
         return x.reshape(*x.shape[:-1], -1, self.config.head_dim)
 
+    def _normed(self, name: str, x: HeadStates) -> HeadStates:
+        return rms_norm(x, self.norms[name][...], self.config.rms_norm_eps) if name in self.norms else x
+
     def queries(self, x: Activations, tables: RopeTables) -> HeadStates:
         """Return normed, rotated queries [B, T, num_heads, D] of x [B, T, H]."""
-        q = rms_norm(self._heads(self._project("q", x)), self.q_norm[...], self.config.rms_norm_eps)
-        return rotate(q, tables, self.config.rope_interleaved)
+        return rotate(self._normed("q", self._heads(self._project("q", x))), tables, self.config.rope_interleaved)
 
     def keys_values(self, x: Activations, tables: RopeTables) -> tuple[HeadStates, HeadStates]:
         """Return normed, rotated keys and values [B, T, num_kv_heads, D] of x [B, T, H]."""
@@ -114,8 +86,7 @@ class Attention(nnx.Module):
         values = raw if self.config.key_is_value else self._heads(self._project("v", x))
         if self.config.style == "gemma4":
             values = rms_norm(values, None, self.config.rms_norm_eps)
-        keys = rms_norm(raw, self.k_norm[...], self.config.rms_norm_eps)
-        return rotate(keys, tables, self.config.rope_interleaved), values
+        return rotate(self._normed("k", raw), tables, self.config.rope_interleaved), values
 
     def attend(
         self, queries: HeadStates, keys: Float[Array, "B C M D"], values: Float[Array, "B C M D"], mask: Visible
@@ -150,7 +121,7 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer over a cache. Qwen3: x + attention(norm(x)), then x + mlp(norm(x)).
+    """One layer over a cache. Llama, Mistral, Qwen2 and Qwen3: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Gemma4: each branch is normed before and after, and the sum is multiplied by layer_scalar.
     """

@@ -1,4 +1,4 @@
-"""The target side of speculative decoding: the protocol that the decoding loop needs, and a Qwen3 dense target.
+"""The target side of speculative decoding: the protocol that the decoding loop needs, and a dense decoder.
 
 Any target works that keeps its state in a cache addressed by position: rejected positions are simply written again.
 """
@@ -65,8 +65,8 @@ class Target(Protocol):
         ...
 
 
-class Qwen3Target(nnx.Module):
-    """A dense Qwen3 causal language model over a KV cache; implements Target.
+class DecoderTarget(nnx.Module):
+    """A dense causal language model over a KV cache: Llama, Mistral, Qwen2 or Qwen3, as its geometry says.
 
     Args:
         config: geometry, causal.

@@ -1,4 +1,4 @@
-"""The Qwen3 target: its own greedy continuation as recorded, loading, and errors."""
+"""The target: its own greedy continuation as recorded, loading, and errors."""
 
 import json
 
@@ -59,12 +59,34 @@ def test_every_wrong_tensor_is_named_in_one_error(tmp_path):
     assert "layers.7.self_attn.sinks: not a tensor of this model" in message
 
 
-def test_untied_target_without_head_and_other_architectures_are_refused(tmp_path):
+def test_untied_target_without_head_is_refused(tmp_path):
     raw = target_config(tie_word_embeddings=False)
     write_model(tmp_path / "a", raw, target_weights(raw, tied=True))
     with pytest.raises(ValueError, match=r"lm_head\.weight: missing"):
         load_target(tmp_path / "a")
-    other = target_config(architectures=["LlamaForCausalLM"], model_type="llama")
-    write_model(tmp_path / "b", other, target_weights(raw))
-    with pytest.raises(ValueError, match=r"architectures: found .*LlamaForCausalLM.*, expected Qwen3ForCausalLM"):
-        load_target(tmp_path / "b")
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+REFUSED = {
+    "architectures": ({"architectures": ["Phi3ForCausalLM"]}, r"found \['Phi3ForCausalLM'\], expected one of Qwen3For"),
+    "model_type": ({"architectures": None, "model_type": "phi3"}, "found 'phi3', expected one of Qwen3ForCausalLM"),
+    "model_type ": ({**LLAMA, "model_type": "qwen2"}, "model_type: found 'qwen2', expected 'llama'"),
+    "mlp_bias": ({**LLAMA, "mlp_bias": True}, "mlp_bias: found True, expected False or no such key"),
+    "num_experts": ({"num_experts": 8}, "num_experts: found 8"),
+    "quantization_config": ({"quantization_config": {"bits": 4}}, "quantization_config: found"),
+    "layer_types": ({"architectures": ["MistralForCausalLM"], "model_type": "mistral",
+                     "layer_types": ["full_attention"] * 3}, "layer_types: found"),
+    "yarn": ({**LLAMA, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type: found 'yarn'"),
+    "llama3": ({**LLAMA, "rope_parameters": LLAMA3}, "original_max_position_embeddings: found None"),
+    "low above high": ({**LLAMA, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32,
+                                                     "low_freq_factor": 4.0}}, "low_freq_factor: found 4.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(name, tmp_path):
+    fields, message = REFUSED[name]
+    write_model(tmp_path, target_config(**fields), {})
+    with pytest.raises(ValueError, match=message):
+        load_target(tmp_path)
