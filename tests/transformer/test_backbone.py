@@ -12,7 +12,8 @@ from dspark_jax.checkpoint.family.read_config import flatten
 from dspark_jax.checkpoint.load import load_drafter
 from dspark_jax.transformer.cache import make_kv_cache
 from dspark_jax.transformer.geometry import BackboneConfig
-from dspark_jax.transformer.layers import rope_frequencies, visible
+from dspark_jax.transformer.layers import visible
+from dspark_jax.transformer.rope import rope_frequencies
 
 RECORDED = [
     (CHECKPOINTS / f"dspark-{kind}", sorted((GOLDENS / "rounds" / kind).glob("*.safetensors"))) for kind in KINDS
