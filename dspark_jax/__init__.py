@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from .drafting.factories import make_buffer as make_buffer
     from .drafting.factories import make_draft_fn as make_draft_fn
     from .drafting.factories import make_draft_from_logits_fn as make_draft_from_logits_fn
+    from .drafting.split import head_sharding as head_sharding
+    from .drafting.split import pad_vocabulary as pad_vocabulary
     from .transformer.target import Target as Target
     from .types import DraftBlock as DraftBlock
     from .types import DraftBuffer as DraftBuffer
@@ -65,6 +67,7 @@ _HOMES = {
     "draft_from_logits": "drafting.api",
     "fit_calibration": "confidence.calibration",
     "generate": "decoding.generate",
+    "head_sharding": "drafting.split",
     "load_calibration": "confidence.calibration",
     "load_drafter": "checkpoint.load",
     "load_head": "checkpoint.load",
@@ -72,6 +75,7 @@ _HOMES = {
     "make_buffer": "drafting.factories",
     "make_draft_fn": "drafting.factories",
     "make_draft_from_logits_fn": "drafting.factories",
+    "pad_vocabulary": "drafting.split",
     "profile_sps": "confidence.costs",
     "stream": "decoding.generate",
     "teacher_forced_logits": "drafting.api",

@@ -162,6 +162,8 @@ class DraftConfig:
         outputs: "tokens", "logits" (corrected rows over the target vocabulary) or "candidates" (k ids and logits).
         logits_dtype: dtype of the corrected logits; None takes the head's.
         min_confidence: prune a block at the first step whose confidence is below it; None keeps all steps.
+        batch_axes: mesh axes that split the requests; None reads them off the arrays (docs/servers.md).
+        vocab_axis: mesh axis that splits base logits, lm_head and markov_w2 by vocabulary; None as above.
     """
 
     num_speculative_tokens: int
@@ -171,6 +173,8 @@ class DraftConfig:
     logits_dtype: str | None = None
     min_confidence: float | None = None
     draft_markov_topk: int = 0
+    batch_axes: tuple[str, ...] | None = None
+    vocab_axis: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field; the errors name the field, the value found and what was expected."""
@@ -190,6 +194,14 @@ class DraftConfig:
         if self.logits_dtype is not None:
             put("logits_dtype", dtype_name("logits_dtype", self.logits_dtype))
         put("min_confidence", check_min_confidence(self.min_confidence))
+        axes = self.batch_axes
+        if axes is not None:
+            axes = (axes,) if isinstance(axes, str) else axes
+            if not isinstance(axes, list | tuple) or not all(isinstance(name, str) for name in axes):
+                raise invalid("batch_axes", axes, "names of mesh axes, or None")
+            put("batch_axes", tuple(axes))
+        if self.vocab_axis is not None and not isinstance(self.vocab_axis, str):
+            raise invalid("vocab_axis", self.vocab_axis, "the name of a mesh axis, or None")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,6 +217,8 @@ class DraftOptions:
         outputs: "tokens", "logits" or "candidates".
         implementation: "xla", "pallas" or None (kernels/dispatch.py).
         num_steps: S where no array tells it (a drafter's whole block of hidden states), else None.
+        batch_axes: mesh axes that split the requests; () for none.
+        vocab_axis: mesh axis that splits the columns of the draft vocabulary, or None.
     """
 
     logits_dtype: Any
@@ -213,6 +227,8 @@ class DraftOptions:
     implementation: str | None = None
     num_steps: int | None = None
     markov_topk: int = 0
+    batch_axes: tuple[str, ...] = ()
+    vocab_axis: str | None = None
 
     @property
     def num_candidates(self) -> int:
@@ -223,3 +239,8 @@ class DraftOptions:
     def keeps_rows(self) -> bool:
         """Whether the corrected rows are part of the result."""
         return self.outputs != "tokens"
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a mesh splits the call."""
+        return bool(self.batch_axes) or self.vocab_axis is not None

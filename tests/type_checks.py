@@ -25,6 +25,7 @@ HOOKED = [
         "drafting.confidence_head",
         "drafting.head",
         "drafting.rows",
+        "drafting.split_rows",
         "drafting.candidates",
         "drafting.continuations",
         "drafting.steps",

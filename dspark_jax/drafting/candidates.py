@@ -37,7 +37,7 @@ def scatter(
 ) -> StepLogits:
     """Write values [S, B, k] (or one number) into columns ids [S, B, k] of dense [S, B, V].
 
-    With `sparse` ids from V on (dead slots) are dropped; without it there must be none.
+    With `sparse` ids from V on (dead slots, columns of other devices) are dropped; without it there must be none.
     """
     S, B, _ = ids.shape
     s = lax.broadcasted_iota(jnp.int32, (S, B, 1), 0)
@@ -52,7 +52,35 @@ def empty_buffer(steps: int, batch: int, vocab_size: int, k: int, dtype: Any) ->
     return DraftBuffer(logits=jnp.full((steps, batch, vocab_size), -jnp.inf, dtype), ids=jnp.array(ids))
 
 
-def refill(buffer: DraftBuffer, ids: CandidateIds, logits: CandidateLogits, *, sparse: bool = False) -> DraftBuffer:
-    """Reset the columns the buffer's last call wrote and write this call's candidates: O(S * B * k) in place."""
-    empty = scatter(buffer.logits, buffer.ids, -jnp.inf, sparse=sparse)
-    return DraftBuffer(logits=scatter(empty, ids, logits, sparse=sparse), ids=ids)
+def refill(
+    buffer: DraftBuffer,
+    vocab_size: int,
+    ids: CandidateIds,
+    logits: CandidateLogits,
+    *,
+    sparse: bool = False,
+    axis: str | None = None,
+) -> DraftBuffer:
+    """Reset the columns the buffer's last call wrote and write this call's candidates: O(S * B * k) in place.
+
+    Args:
+        vocab_size: V; axis: the mesh axis that splits the buffer's columns (inside a shard_map over it), or None.
+    """
+    sparse = sparse or axis is not None
+    written, wanted = (own_columns(vocab_size, x, axis)[1] for x in (buffer.ids, ids))
+    empty = scatter(buffer.logits, written, -jnp.inf, sparse=sparse)
+    return DraftBuffer(logits=scatter(empty, wanted, logits, sparse=sparse), ids=ids)
+
+
+def own_columns(vocab_size: int, ids: CandidateIds, axis: str | None) -> tuple[int, CandidateIds]:
+    """Return how many target columns this device holds, and target ids [S, B, k] counted from its first one.
+
+    Devices of `axis` (inside a shard_map over it; None: one device) share the V columns where those split evenly; else
+    each holds all. Ids of other devices' columns come out distinct and beyond the device's own.
+    """
+    if axis is None or vocab_size % lax.axis_size(axis):
+        return vocab_size, ids
+    width = vocab_size // lax.axis_size(axis)
+    local = ids - lax.axis_index(axis) * width
+    beyond = width + lax.broadcasted_iota(jnp.int32, ids.shape, 2)
+    return width, jnp.where((local >= 0) & (local < width), local, beyond)

@@ -14,6 +14,7 @@ from jax import lax
 
 from ..config import DraftOptions
 from ..types import (
+    CandidateIds,
     DraftBlock,
     DraftBuffer,
     DraftLogits,
@@ -31,7 +32,8 @@ from . import candidates
 from .head import DSparkHead
 from .heads import bias
 from .rows import CandidateRows, DenseRows
-from .steps import take_steps
+from .split_rows import SplitCandidateRows, SplitDenseRows, own_part, select_split
+from .steps import Rows, take_steps
 from .union_steps import certifies, union_steps
 
 
@@ -60,28 +62,20 @@ def draft(
         reads the buffer's, since returning one array twice would copy it.
     """
     S, B, _ = base.shape
-    topk, outputs, dtype = options.topk, options.outputs, options.logits_dtype
-    V = head.config.vocab_size
-    source: DenseRows | CandidateRows
-    if topk is None:
-        live = V if head.target_ids is None and base.shape[-1] > V else None
-        source = DenseRows(base, head.target_ids, live)
-    else:
-        with jax.named_scope("select"):
-            values, draft_ids = candidates.select(
-                _mask_padding(head, base), topk, implementation=options.implementation
-            )
-        ids = draft_ids if head.target_ids is None else jnp.take(head.target_ids, draft_ids)
-        source = CandidateRows(values, draft_ids, ids)
-    sparse, certified = options.markov_topk > 0, None
+    topk, outputs, V = options.topk, options.outputs, head.config.vocab_size
+    rows, ids = _rows(head, base, options)
+    certified, sparse = None, options.markov_topk > 0
     with jax.named_scope("draft_steps"):
-        if isinstance(source, CandidateRows) and (sparse or certifies(head, sampling)):
-            steps = union_steps(head, base, source, anchor, hidden, sampling, options=options)
+        if type(rows) is CandidateRows and (sparse or certifies(head, sampling)):
+            steps = union_steps(head, base, rows, anchor, hidden, sampling, options=options)
             corrected, tokens, valid, certified = steps.logits, steps.tokens, steps.valid, steps.certified
             ids = steps.ids
         else:
-            corrected, tokens, valid = take_steps(head, source, anchor, hidden, sampling, options=options)
-            certified = valid if certifies(head, sampling) else None  # a dense draft is its own proof
+            corrected, tokens, valid = take_steps(head, rows, anchor, hidden, sampling, options=options)
+            # A dense draft is its own proof; devices that share a vocabulary give none for candidates.
+            certified = valid if topk is None and certifies(head, sampling) else None
+    if corrected is not None and isinstance(rows, SplitCandidateRows):
+        corrected = rows.whole(corrected)
 
     fields = {}
     if corrected is None:  # outputs == "tokens"
@@ -89,12 +83,14 @@ def draft(
     elif outputs == "candidates":
         fields = {"candidate_ids": ids, "candidate_logits": corrected}
     elif outputs == "logits" and topk is None:
-        fields = {"logits": _to_target_columns(head, corrected)}
+        fields = {"logits": _to_target_columns(head, corrected, options.vocab_axis)}
     elif outputs == "logits" and buffer is not None:
-        buffer = candidates.refill(buffer, ids, corrected, sparse=sparse)
+        buffer = candidates.refill(buffer, V, ids, corrected, sparse=sparse, axis=options.vocab_axis)
     elif outputs == "logits":
-        empty = jnp.full((S, B, V), -jnp.inf, dtype)
-        fields = {"logits": candidates.scatter(empty, ids, corrected, sparse=sparse)}
+        width, columns = candidates.own_columns(V, ids, options.vocab_axis)
+        empty = jnp.full((S, B, width), -jnp.inf, options.logits_dtype)
+        sparse = sparse or options.vocab_axis is not None
+        fields = {"logits": candidates.scatter(empty, columns, corrected, sparse=sparse)}
 
     known = ((anchor >= 0) & (anchor < V))[None]
     valid &= known
@@ -124,22 +120,54 @@ def teacher_forced(head: DSparkHead, hidden: StepHidden, prev: StepTokens) -> Dr
     return (base.astype(jnp.float32) + bias(latents, markov.markov_w2[...])).astype(base.dtype)
 
 
-def _mask_padding(head: DSparkHead, logits: DraftLogits) -> DraftLogits:
+def _rows(head: DSparkHead, base: DraftLogits, options: DraftOptions) -> tuple[Rows, CandidateIds | None]:
+    """Return what tokens are drawn from, and the candidates' target ids [S, B, k] of a top-k draft."""
+    axis, k, V = options.vocab_axis, options.topk, head.config.vocab_size
+    width, table = base.shape[-1], head.target_ids
+    if k is None:
+        live = V if table is None and head.config.Vd > V else None
+        if axis is None:
+            return DenseRows(base, table, live), None
+        return SplitDenseRows(base, own_part(table, width, axis), live, axis), None
+    with jax.named_scope("select"):
+        base = _mask_padding(head, base, axis)
+        if axis is None:
+            values, draft_ids = candidates.select(base, k, implementation=options.implementation)
+        else:
+            values, draft_ids = select_split(base, k, axis, implementation=options.implementation)
+    ids = draft_ids if table is None else jnp.take(table, draft_ids)
+    if axis is None:
+        return CandidateRows(values, draft_ids, ids), ids
+    return SplitCandidateRows(values, draft_ids, ids, axis, width), ids
+
+
+def _mask_padding(head: DSparkHead, logits: DraftLogits, axis: str | None) -> DraftLogits:
     """Set the columns [..., Vd] beyond the target vocabulary to -inf, where the draft vocabulary is padded."""
     V = head.config.vocab_size
-    if head.target_ids is not None or logits.shape[-1] <= V:
+    if head.target_ids is not None or head.config.Vd <= V:
         return logits
     column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    if axis is not None:
+        column = column + lax.axis_index(axis) * logits.shape[-1]
     return jnp.where(column < V, logits, jnp.array(-jnp.inf, logits.dtype))
 
 
-def _to_target_columns(head: DSparkHead, logits: DraftLogits) -> StepLogits:
+def _to_target_columns(head: DSparkHead, logits: DraftLogits, axis: str | None) -> StepLogits:
     """Bring logits [S, B, Vd] to the target vocabulary [S, B, V]; -inf where no draft id stands for a target id."""
     V = head.config.vocab_size
+    if axis is not None and keeps_split(head):
+        return logits  # the device's own columns
+    if axis is not None:
+        logits = lax.all_gather(logits, axis, axis=2, tiled=True)
     if head.target_ids is None:
         return logits[..., :V]
     empty = jnp.full((*logits.shape[:2], V), -jnp.inf, logits.dtype)
     return empty.at[..., head.target_ids].set(logits, unique_indices=True, indices_are_sorted=True)
+
+
+def keeps_split(head: DSparkHead) -> bool:
+    """Say whether the corrected dense rows of a split vocabulary are columns of the target as they are."""
+    return head.target_ids is None and head.config.Vd == head.config.vocab_size
 
 
 def _confidence(head: DSparkHead, hidden: StepHidden | None, prev: StepTokens) -> StepConfidence | None:

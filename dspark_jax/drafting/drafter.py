@@ -8,16 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType, get_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
 from ..checks import check_int, invalid
 from ..coerce import coerce_floats, coerce_ids, coerce_sampling
 from ..config import DraftOptions
+from ..sharding.axes import find_axes
+from ..sharding.run import check_even, over_mesh
 from ..transformer.backbone import Backbone
 from ..transformer.cache import ContextCache
 from ..types import DraftBlock, DraftSampling, Features, RequestInts, Scalar
 from .draft import draft
 from .head import DSparkHead
 from .inputs import check_threshold, resolve_options
+from .split import PAD, axes_of_call, block_specs, is_on_mesh, module_specs, with_axes
 
 
 class Drafter(nnx.Module):
@@ -50,15 +55,21 @@ class Drafter(nnx.Module):
         check_int("capacity", capacity, self.config.block_size + 1)
         return self.backbone.make_cache(batch, capacity)
 
-    def extend(self, cache: ContextCache, features: Any, lengths: Any) -> ContextCache:
+    def extend(
+        self, cache: ContextCache, features: Any, lengths: Any, *, batch_axes: tuple[str, ...] | None = None
+    ) -> ContextCache:
         """Append context without drafting, in one jitted call that donates the cache (a long prompt, say).
 
         Args:
             features: float [B, F, T * Ht], the target's taps of positions cache.lengths .. lengths - 1.
             lengths: int [B], the new lengths; rows of `features` beyond them are ignored.
+            batch_axes: as in draft_block.
         """
         features = self._features(cache, features)
-        return _extend(self.backbone, cache, features, coerce_ids("lengths", lengths, (features.shape[0],), "[B]"))
+        lengths = coerce_ids("lengths", lengths, (features.shape[0],), "[B]")
+        axes = find_axes([(cache.lengths, 0), (features, 0), (lengths, 0)], batch_axes=batch_axes)
+        with axes.context():
+            return _extend(self.backbone, cache, features, lengths, batch_axes=axes.batch)
 
     def propose(
         self,
@@ -75,6 +86,8 @@ class Drafter(nnx.Module):
         min_confidence: float | None = None,
         implementation: str | None = None,
         markov_topk: int = 0,
+        batch_axes: tuple[str, ...] | None = None,
+        vocab_axis: str | None = None,
     ) -> tuple[DraftBlock, ContextCache]:
         """Append new context and draft the block behind it, in one jitted call that donates the cache.
 
@@ -87,7 +100,8 @@ class Drafter(nnx.Module):
             sampling: None drafts greedily. Its `position` is not read: it is positions + 1.
             num_steps: S, at most the checkpoint's; None takes it. The backbone always runs the whole block, which it
                 was trained on, so fewer steps give a prefix of the same draft.
-            topk, outputs, logits_dtype, min_confidence, implementation, markov_topk: as in draft_block.
+            topk, outputs, logits_dtype, min_confidence, implementation, markov_topk, batch_axes, vocab_axis: as in
+                draft_block; on a mesh the axes must divide the batch.
 
         Returns:
             The block (invalid for a request whose positions do not follow its cache or do not fit it), and the cache.
@@ -96,15 +110,19 @@ class Drafter(nnx.Module):
             ValueError: wrong shape, dtype, range or option; the message names field, value and what was expected.
         """
         features = self._features(cache, features)
-        batch = features.shape[0]
-        positions = coerce_ids("positions", positions, (batch,), "[B]")
+        count = features.shape[0]
+        positions = coerce_ids("positions", positions, (count,), "[B]")
         if sampling is not None:
             # JAX arrays are taken as they are: the true positions are filled in on the device.
-            sampling = coerce_sampling(dataclasses.replace(sampling, position=jnp.zeros((batch,), jnp.int32)), batch)
+            sampling = coerce_sampling(dataclasses.replace(sampling, position=jnp.zeros((count,), jnp.int32)), count)
         options = self.resolve_options(num_steps, topk, outputs, logits_dtype, implementation, markov_topk)
         threshold = self.check_threshold(min_confidence)
-        anchor = coerce_ids("anchor_ids", anchor_ids, (batch,), "[B]")
-        return _propose(self, cache, features, anchor, positions, sampling, threshold, options=options)
+        anchor = coerce_ids("anchor_ids", anchor_ids, (count,), "[B]")
+        batch = [(cache.lengths, 0), (features, 0), (anchor, 0), (positions, 0)]
+        axes = axes_of_call(self.head, batch, sampling, batch_axes=batch_axes, vocab_axis=vocab_axis)
+        options = with_axes(options, axes)
+        with axes.context():
+            return _propose(self, cache, features, anchor, positions, sampling, threshold, options=options)
 
     def resolve_options(
         self,
@@ -160,9 +178,51 @@ def propose_block(
     return block, dataclasses.replace(cache, kv=kv)
 
 
-_propose = jax.jit(propose_block, static_argnames=("options",), donate_argnames=("cache",))
+@jax.jit(static_argnames=("options",), donate_argnames=("cache",))
+def _propose(
+    drafter: Drafter,
+    cache: ContextCache,
+    features: Features,
+    anchor: RequestInts,
+    positions: RequestInts,
+    sampling: DraftSampling | None,
+    min_confidence: Scalar | None,
+    *,
+    options: DraftOptions,
+) -> tuple[DraftBlock, ContextCache]:
+    args = (cache, features, anchor, positions, sampling, min_confidence)
+    if not is_on_mesh(options):
+        return propose_block(drafter, *args, options=options)
+    head, rows = drafter.head, P(options.batch_axes)
+    check_even("anchor_ids.shape[0]", anchor.shape[0], options.batch_axes, "fill the batch up with anchors -1")
+    if options.vocab_axis is not None:
+        check_even("draft_vocab_size", head.config.Vd, (options.vocab_axis,), PAD)
+    block_at, _ = block_specs(head, options, sampling, has_hidden=True)
+    leaves, structure = jax.tree.flatten(drafter)
+
+    def body(leaves: Any, *args: Any) -> tuple[DraftBlock, ContextCache]:
+        return propose_block(jax.tree.unflatten(structure, leaves), *args, options=options)
+
+    specs = (module_specs(drafter, options.vocab_axis), rows, rows, rows, rows, rows, P())
+    return over_mesh(body, (tuple(leaves), *args), specs, (block_at, rows))
 
 
-@jax.jit(donate_argnames=("cache",))
-def _extend(backbone: Backbone, cache: ContextCache, features: Features, lengths: RequestInts) -> ContextCache:
-    return backbone.extend(cache, features, lengths)
+@jax.jit(static_argnames=("batch_axes",), donate_argnames=("cache",))
+def _extend(
+    backbone: Backbone,
+    cache: ContextCache,
+    features: Features,
+    lengths: RequestInts,
+    *,
+    batch_axes: tuple[str, ...],
+) -> ContextCache:
+    if not batch_axes and AxisType.Explicit not in get_abstract_mesh().axis_types:
+        return backbone.extend(cache, features, lengths)
+    check_even("lengths.shape[0]", lengths.shape[0], batch_axes, "fill the batch up")
+    leaves, structure = jax.tree.flatten(backbone)
+
+    def body(leaves: Any, *args: Any) -> ContextCache:
+        return jax.tree.unflatten(structure, leaves).extend(*args)
+
+    rows = P(batch_axes)
+    return over_mesh(body, (tuple(leaves), cache, features, lengths), (P(), rows, rows, rows), rows)

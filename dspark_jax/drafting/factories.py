@@ -19,6 +19,7 @@ from .api import from_hidden, from_logits
 from .candidates import empty_buffer
 from .head import DSparkHead
 from .inputs import check_head, check_steps, check_threshold, prepare_hidden, prepare_logits, resolve_options
+from .split import axes_of_call, with_axes
 
 
 def make_buffer(head: DSparkHead, config: DraftConfig, batch: int) -> DraftBuffer | None:
@@ -45,13 +46,15 @@ class DraftFunction:
 
     def __call__(self, head: DSparkHead, *args: Any, **named: Any) -> Any:
         """Coerce, check and run; see make_draft_fn and make_draft_from_logits_fn for the arguments."""
-        program, operands, options = self._prepare(head, *args, **named)
-        return self._finish(program(*operands, options=options))
+        program, operands, options, axes = self._prepare(head, *args, **named)
+        with axes.context():
+            return self._finish(program(*operands, options=options))
 
     def lower(self, head: DSparkHead, *args: Any, **named: Any) -> jax.stages.Lowered:
         """Lower the program that these arguments (arrays or jax.ShapeDtypeStruct) would run."""
-        program, operands, options = self._prepare(head, *args, **named)
-        return program.lower(*operands, options=options)
+        program, operands, options, axes = self._prepare(head, *args, **named)
+        with axes.context():
+            return program.lower(*operands, options=options)
 
     def trace_count(self) -> int:
         """Return how often this function was traced."""
@@ -83,6 +86,10 @@ def _check_config(config: Any) -> DraftConfig:
     if not isinstance(config, DraftConfig):
         raise invalid("config", type(config).__name__, "a DraftConfig")
     return config
+
+
+def _named_axes(config: DraftConfig) -> dict[str, Any]:
+    return {"batch_axes": config.batch_axes, "vocab_axis": config.vocab_axis}
 
 
 def _check_alive(field: str, array: Any) -> None:
@@ -126,7 +133,8 @@ def make_draft_fn(config: DraftConfig, *, implementation: str | None = None) -> 
             _check_buffer("buffer.logits", buffer.logits, (S, B, head.config.vocab_size), options.logits_dtype)
             _check_buffer("buffer.ids", buffer.ids, (S, B, options.num_candidates), jnp.dtype(jnp.int32))
         threshold = check_threshold(head, config.min_confidence, has_hidden=True)
-        return program, (head, hidden, anchor, draw, buffer, threshold), options
+        axes = axes_of_call(head, [(hidden, 0), (anchor, 0)], draw, **_named_axes(config))
+        return program, (head, hidden, anchor, draw, buffer, threshold), with_axes(options, axes), axes
 
     def finish(result: tuple[DraftBlock, DraftBuffer | None]) -> tuple[DraftBlock, DraftBuffer | None]:
         block, buffer = result
@@ -154,6 +162,8 @@ def make_draft_from_logits_fn(config: DraftConfig, *, implementation: str | None
         same = Vd == head.config.vocab_size and base.dtype == options.logits_dtype
         program = donating if config.outputs == "logits" and same else keeping
         threshold = check_threshold(head, config.min_confidence, has_hidden=hidden is not None)
-        return program, (head, base, anchor, hidden, draw, threshold), options
+        batch = [(base, 1), (anchor, 0), (hidden, 0)]
+        axes = axes_of_call(head, batch, draw, base=base, **_named_axes(config))
+        return program, (head, base, anchor, hidden, draw, threshold), with_axes(options, axes), axes
 
     return DraftFunction(prepare, lambda block: block, (donating, keeping))

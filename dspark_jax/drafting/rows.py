@@ -1,7 +1,7 @@
 """What a step's tokens are drawn from: whole rows of the draft vocabulary, or rows of candidates.
 
 Both kinds offer the scan the same four things: the base logits of a step, the bias of its columns, which columns count,
-and the choice of a token. Steps S, requests B, columns n (Vd of a dense row, k candidates).
+and the choice of a token with the row's validity. Steps S, requests B, columns n (Vd of a dense row, k candidates).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..types import (
     Index,
     Latents,
     MarkovW2,
+    RequestFlags,
     RequestInts,
     RequestRows,
     TargetIds,
@@ -57,8 +58,10 @@ class DenseRows:
         column = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         return jnp.where(column < self.live, logits, -jnp.inf)
 
-    def choose(self, logits: RequestRows, sampling: DraftSampling | None, step: Index) -> RequestInts:
-        """Return the drafted target ids int32 [B] of corrected rows float32 [B, Vd]."""
+    def choose(
+        self, logits: RequestRows, sampling: DraftSampling | None, step: Index
+    ) -> tuple[RequestInts, RequestFlags]:
+        """Return the drafted target ids int32 [B] of corrected rows float32 [B, Vd], and which rows are valid."""
         score = logits
         if sampling is not None:
             # Without the barrier XLA hoists a [B, Vd] part of the generator out of the scan and keeps it.
@@ -66,7 +69,7 @@ class DenseRows:
             ids = jnp.arange(logits.shape[1], dtype=jnp.int32) if self.target_ids is None else self.target_ids
             score = draw_scores(logits, ids[None], step, held)
         slot = noise.choose(score)
-        return slot if self.target_ids is None else self.target_ids[slot]
+        return slot if self.target_ids is None else self.target_ids[slot], noise.row_is_valid(logits)
 
 
 @jax.tree_util.register_dataclass
@@ -92,14 +95,16 @@ class CandidateRows:
         """Return the row: padding is never a candidate."""
         return logits
 
-    def choose(self, logits: RequestRows, sampling: DraftSampling | None, step: Index) -> RequestInts:
-        """Return the drafted target ids int32 [B] of corrected rows float32 [B, k]."""
+    def choose(
+        self, logits: RequestRows, sampling: DraftSampling | None, step: Index
+    ) -> tuple[RequestInts, RequestFlags]:
+        """Return the drafted target ids int32 [B] of corrected rows float32 [B, k], and which rows are valid."""
         ids, score = self.target_ids[step], logits
         if sampling is not None:
             held, step = lax.optimization_barrier((sampling, step))
             score = draw_scores(logits, ids, step, held)
         slot = noise.choose(score, ids)
-        return jnp.take_along_axis(ids, slot[:, None], axis=1)[:, 0]
+        return jnp.take_along_axis(ids, slot[:, None], axis=1)[:, 0], noise.row_is_valid(logits)
 
 
 def draw_scores(

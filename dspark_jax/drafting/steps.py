@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import noise
 from ..config import DraftOptions
 from ..kernels import dispatch
 from ..kernels.dense_step import dense_step
@@ -49,7 +48,11 @@ def take_steps(
     kernel = "dense_step" if isinstance(rows, DenseRows) else "walk"
     plain = partial(in_xla, *args, options=options)
     markov = head.markov
-    if markov is None or not dispatch.addressable(rows.base, markov.markov_w1[...], markov.markov_w2[...]):
+    if (
+        markov is None
+        or options.vocab_axis is not None
+        or not dispatch.addressable(rows.base, markov.markov_w1[...], markov.markov_w2[...])
+    ):
         return plain()
     fast = partial(in_kernels, *args, options=options)
     return dispatch.run(kernel, options.implementation, xla=plain, pallas=fast)
@@ -78,8 +81,8 @@ def in_xla(
             added = rows.bias(latent, markov.markov_w2[...], step)
         kept, logits = correct(kept, step, added)
         logits = rows.mask(logits)
-        token = rows.choose(logits, sampling, step)
-        return (state, token, kept), (token, noise.row_is_valid(logits))
+        token, row_valid = rows.choose(logits, sampling, step)
+        return (state, token, kept), (token, row_valid)
 
     state = () if markov is None else markov.start(B)
     hoisted = () if markov is None else markov.hoist(hidden)

@@ -14,10 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, get_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
 from ..checks import check_choice, check_int, invalid
 from ..coerce import coerce_floats, coerce_ids, coerce_sampling
 from ..config import METHODS
+from ..sharding.axes import find_axes
+from ..sharding.run import cut_requests, missing_requests, over_mesh, pad_requests
 from ..trace_count import Program
 from ..types import DraftBlock, DraftSampling, Index
 from .filter import TargetFilter
@@ -37,7 +41,25 @@ def _slice_requests(block: DraftBlock, rest: Any, start: Index, size: int) -> tu
     return DraftBlock(method=block.method, **fields), jax.tree.map(cut(0), rest)
 
 
-def _verify_chunks(block: DraftBlock, rest: Any, *, rule: str, chunk_size: int | None) -> Verified:
+def _verify_chunks(
+    block: DraftBlock, rest: Any, *, rule: str, chunk_size: int | None, batch_axes: tuple[str, ...] = ()
+) -> Verified:
+    run = partial(_chunks, rule=rule, chunk_size=chunk_size)
+    if not batch_axes and AxisType.Explicit not in get_abstract_mesh().axis_types:
+        return run(block, rest)
+    # Requests never meet: each device verifies its own, in chunks of its own.
+    lacking, rows, steps = missing_requests(block.tokens.shape[0], batch_axes), P(batch_axes), P(None, batch_axes)
+    wide = ("logits", "candidate_ids", "candidate_logits")
+    fields = {f.name: getattr(block, f.name) for f in dataclasses.fields(block) if f.name != "method"}
+    padded = {name: pad_requests(value, lacking, 1 if name in wide else 0) for name, value in fields.items()}
+    at = {name: None if value is None else steps if name in wide else rows for name, value in fields.items()}
+    specs = (DraftBlock(method=block.method, **at), rows)  # type: ignore[arg-type]  # specs stand for arrays
+    block = DraftBlock(method=block.method, **padded)
+    out = over_mesh(run, (block, pad_requests(rest, lacking, 0)), specs, rows)
+    return cut_requests(out, lacking, 0)
+
+
+def _chunks(block: DraftBlock, rest: Any, *, rule: str, chunk_size: int | None) -> Verified:
     B = block.tokens.shape[0]
     if chunk_size is None or chunk_size >= B:
         return verify(block, *rest, rule=rule)
@@ -56,7 +78,7 @@ def _verify_chunks(block: DraftBlock, rest: Any, *, rule: str, chunk_size: int |
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[flat], parts)
 
 
-VERIFY = Program(_verify_chunks, static=("rule", "chunk_size"))
+VERIFY = Program(_verify_chunks, static=("rule", "chunk_size", "batch_axes"))
 
 
 def verify_block(
@@ -69,6 +91,7 @@ def verify_block(
     stop_ids: Any = None,
     rule: str = "token",
     chunk_size: int | None = None,
+    batch_axes: tuple[str, ...] | None = None,
 ) -> Verified:
     """Verify a drafted block against the target's logits, in one jitted call without a host sync.
 
@@ -85,6 +108,8 @@ def verify_block(
         rule: "token" accepts each step with probability min(1, p/q); "target_only" with probability p; "block" weighs
             the block as a whole and accepts at least as many tokens in expectation. All keep the target's distribution.
         chunk_size: process this many requests at a time to bound memory; None does all at once. Results are the same.
+        batch_axes: mesh axes that split the requests; None reads them off the arrays, as draft_block does. Each device
+            verifies its own requests; target logits that are split by vocabulary are gathered for it.
 
     Returns:
         Verified.
@@ -118,4 +143,6 @@ def verify_block(
         sampling = DraftSampling(zeros.astype(np.float32), zeros.astype(np.uint32), zeros)  # type: ignore[arg-type]
     draw, limit = coerce_sampling(sampling, B), coerce_num_draft(num_draft, block.num_draft, B)
     rest = (logits, draw, limit, coerce_filter(target_filter, B, S + 1, V), coerce_stop(stop_ids, B))
-    return VERIFY(block, rest, rule=rule, chunk_size=chunk_size)
+    axes = find_axes([(tokens, 0), (logits, 0), (draw.temperature, 0)], batch_axes=batch_axes)
+    with axes.context():
+        return VERIFY(block, rest, rule=rule, chunk_size=chunk_size, batch_axes=axes.batch)
