@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,11 +22,13 @@ from .explicit_config import explicit_config
 from .family.names import D2T, EMBEDDING, LM_HEAD, T2D
 from .family.table import HEAD_ONLY
 from .hub import local_path
+from .manifest import JSON_FILES, file_digest, has, manifest_digest
 from .open import Checkpoint, open_checkpoint
 from .storage import orbax_tree
+from .storage.appear import MANIFEST, appearing_directory, check_destination, list_files, remove_leftovers
 from .storage.header import DTYPE_NAMES, DTYPES
 from .storage.tensor import Tensor
-from .storage.write import MANIFEST, appearing_directory, check_destination, digest, write_safetensors
+from .storage.write import digest, write_safetensors
 from .target_tensors import differs_from_target, find_in_target
 
 FORMATS = ("safetensors", "orbax")
@@ -43,6 +48,7 @@ def convert(
     target: str | os.PathLike[str] | None = None,
     head_only: bool = False,
     force: bool = False,
+    allow_gap: bool = False,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Convert a checkpoint; every tensor of the source is written, or left out for a named reason.
@@ -57,26 +63,27 @@ def convert(
         dtype: "keep" the stored dtypes, or write all float weights as "bf16" or "f32".
         target: the target's directory, for an embedding or LM head that the checkpoint does not store.
         head_only: write the head's tensors alone.
-        force: replace an earlier result.
+        force: replace an earlier result: the two names are exchanged, and of the old one only the files that its
+            manifest lists are removed.
+        allow_gap: with `force`, where the file system cannot exchange names, move the old result away first.
         progress: show a bar when it takes over a second.
 
     Returns:
         The manifest, as written to dspark_manifest.json.
 
     Raises:
-        FileExistsError: the destination exists.
+        FileExistsError: the destination exists, or appeared meanwhile, or holds files that no conversion wrote.
         FileNotFoundError, ValueError, ImportError: as open_checkpoint; NaN weights; a missing optional package.
     """
     check_choice("format", format, FORMATS)
     check_choice("dtype", dtype, DTYPE_CHOICES)
     destination = os.path.abspath(destination)
+    remove_leftovers(os.path.dirname(destination))
     check_destination(destination, force)
     path = local_path(source, head_only=head_only)
-    if os.path.realpath(path).startswith(os.path.join(os.path.realpath(destination), "")) or (
-        os.path.realpath(path) == os.path.realpath(destination)
-    ):
-        raise invalid("destination", destination, "a directory that does not hold the source")
+    _refuse_inside(destination, [path] if target is None else [path, os.fspath(target)])
     checkpoint = open_checkpoint(path, target, head_only=head_only)
+    _refuse_inside(destination, checkpoint.paths)
     ids = checkpoint.draft_to_target()  # checked against t2d before anything is written
     if not head_only:
         if checkpoint.family.support == HEAD_ONLY:
@@ -88,7 +95,16 @@ def convert(
             tensor = checkpoint.tensors[name]
             if tensor.origin == "draft" and differs_from_target(tensor, found, ids):
                 checkpoint.notes.append(f"{name}: differs from the target's, of which drafters store a frozen copy")
-    return _Conversion(checkpoint, format, dtype, head_only).write(os.fspath(source), destination, progress)
+    conversion = _Conversion(checkpoint, format, dtype, head_only)
+    return conversion.write(os.fspath(source), destination, force=force, allow_gap=allow_gap, progress=progress)
+
+
+def _refuse_inside(destination: str, paths: Iterable[str]) -> None:
+    """Refuse a destination that holds, or is, something that is read; links are followed (as in hub caches)."""
+    inside = os.path.join(os.path.realpath(destination), "")
+    for path in paths:
+        if os.path.join(os.path.realpath(path), "").startswith(inside):
+            raise invalid("destination", destination, f"a directory that does not hold the source {path}")
 
 
 class _Conversion:
@@ -110,19 +126,47 @@ class _Conversion:
             return tensor.dtype
         return DTYPES[_CASTS[self.dtype]]
 
-    def write(self, source: str, destination: str, progress: bool) -> dict[str, Any]:
+    def write(self, source: str, destination: str, *, force: bool, allow_gap: bool, progress: bool) -> dict[str, Any]:
         """Write everything into a directory that appears at the end; return the manifest."""
         total = sum(tensor.nbytes for tensor in self.tensors.values())
         config, no_backbone = explicit_config(self.checkpoint, self._main_dtype())
-        with appearing_directory(destination) as directory, Progress(total, progress) as bar:
+        calibration = find_calibration(self.checkpoint.path)
+        notes = self.checkpoint.notes
+        with (
+            appearing_directory(destination, force=force, allow_gap=allow_gap, say=notes.append) as directory,
+            self._room(destination),
+            Progress(total, progress) as bar,
+        ):
             self.bar = bar
             digests = self._write_orbax(directory) if self.format == "orbax" else self._write_safetensors(directory)
-            manifest = self._manifest(source, config, no_backbone, digests)
             write_json(os.path.join(directory, "config.json"), config, sort_keys=True)
-            if find_calibration(self.checkpoint.path) is not None:
+            if calibration is not None:
                 shutil.copy(os.path.join(self.checkpoint.directory, CALIBRATION), directory)
+            manifest = self._manifest(source, config, no_backbone, digests)
+            manifest["files_written"] = sorted(list_files(directory))
+            manifest["json"] = {name: file_digest(directory, name) for name in JSON_FILES if has(directory, name)}
+            manifest["digest"] = manifest_digest(manifest)
             write_json(os.path.join(directory, MANIFEST), manifest, sort_keys=True)
+            self.checkpoint.check_unchanged()
         return manifest
+
+    @contextlib.contextmanager
+    def _room(self, destination: str) -> Iterator[None]:
+        """Check that there is room for the result; where writing fails all the same, say how much it takes."""
+        needed = sum(math.prod(t.shape) * self.out_dtype(t).itemsize for t in self.tensors.values())
+        needed = int(needed * 1.01) + (1 << 20)  # header, config and manifest
+        free = shutil.disk_usage(os.path.dirname(destination)).free
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"needs {needed:,} bytes, and {free:,} are free", destination)
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+                raise
+            name = (
+                destination if error.filename is None else os.path.join(destination, os.path.basename(error.filename))
+            )
+            raise OSError(error.errno, f"{error.strerror}; the result needs {needed:,} bytes", name) from None
 
     def _main_dtype(self) -> str:
         sizes: dict[str, int] = {}

@@ -75,6 +75,7 @@ def load_drafter(path: Path, *, dtype: Any = None, target: Path | None = None, s
         raise ValueError(f"fc.weight: {checkpoint.path} holds no backbone; load_head reads a head alone")
     if isinstance(checkpoint.geometry, str):
         raise ValueError(f"{checkpoint.path}: {checkpoint.geometry}")
+    checkpoint.check_backbone()  # sizes that the config claims are compared with the tensors before anything is built
     shape = checkpoint.shapes["fc.weight"]
     taps, width = len(checkpoint.config.target_layer_ids), shape[-1]
     if taps == 0 or width % taps:

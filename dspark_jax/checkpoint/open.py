@@ -19,7 +19,7 @@ from .family.read_config import flatten
 from .family.table import FULL, REFUSED, Family, detect
 from .storage.orbax_tree import OrbaxFiles, is_orbax
 from .storage.tensor import Tensor, make_tensor
-from .storage.tensor_files import Files, TensorFiles
+from .storage.tensor_files import Files, Stamp, TensorFiles, stamp
 from .target_tensors import find_in_target, text_config
 
 MAX_PROBLEMS = 200
@@ -40,6 +40,7 @@ class Checkpoint:
         geometry: of the backbone, or why there is none that this package can build.
         left_out: source name -> why it is not used.
         notes: sentences about guesses that the user should know of.
+        config_stamp: of config.json when it was read.
     """
 
     path: str
@@ -52,11 +53,25 @@ class Checkpoint:
     geometry: BackboneConfig | str
     left_out: dict[str, str]
     notes: list[str]
+    config_stamp: Stamp | None = None
 
     @property
     def directory(self) -> str:
         """The directory that holds config.json."""
         return self.path if os.path.isdir(self.path) else os.path.dirname(self.path) or "."
+
+    @property
+    def paths(self) -> list[str]:
+        """Every file that belongs to it or that a tensor is read from, its target's among them."""
+        stores = {id(files): files for files in [self.files, *(tensor.files for tensor in self.tensors.values())]}
+        return [os.path.join(self.directory, "config.json"), *(path for f in stores.values() for path in f.paths)]
+
+    def check_unchanged(self) -> None:
+        """Raise a ValueError if a file that was read is no longer the one that was opened."""
+        for files in {id(files): files for files in [self.files, *(t.files for t in self.tensors.values())]}.values():
+            files.check_unchanged()
+        if self.config_stamp != stamp(os.path.join(self.directory, "config.json")):
+            raise ValueError(f"{os.path.join(self.directory, 'config.json')}: has changed since it was read")
 
     @property
     def names(self) -> list[str]:
@@ -172,7 +187,9 @@ def open_checkpoint(
         raise FileNotFoundError(f"{path}: no such checkpoint")
     if path.endswith(".gguf") or (os.path.isdir(path) and _only_gguf(path)):
         raise ValueError(f"{path}: family gguf: GGUF files are not supported")
-    raw = read_config(path if os.path.isdir(path) else os.path.dirname(path) or ".")
+    directory = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    config_stamp = stamp(os.path.join(directory, "config.json"))
+    raw = read_config(directory)
     files = OrbaxFiles(path) if is_orbax(path) else TensorFiles(path)
     family = detect(files, raw)
     if family.support == REFUSED:
@@ -204,7 +221,7 @@ def open_checkpoint(
         config = DSparkConfig.from_flat(flat)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return Checkpoint(path, family, raw, flat, config, tensors, files, geometry, left_out, notes)
+    return Checkpoint(path, family, raw, flat, config, tensors, files, geometry, left_out, notes, config_stamp)
 
 
 def _own_shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,12 @@ from ..json_files import MAX_LISTING, read_config, read_json
 from ..optional import require
 
 PURPOSE = "verifying against an independent reading of the source"
+# Keys of a drafter's layers that a conversion keeps as they are.
+LAYER_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rms_norm_eps", "attention_bias", "rope_theta", "rope_is_neox_style", "layer_types", "sliding_window",
+    "max_position_embeddings", "hidden_act", "hidden_activation", "sliding_window_non_causal", "attention_k_eq_v",
+)  # fmt: skip
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -51,7 +57,10 @@ class TorchSource:
         return name in self._file_of and os.path.exists(self._file_of[name])
 
     def facts(self) -> dict[str, Any]:
-        """Return block_size, mask_token_id and target_layer_ids, found by their keys wherever they stand."""
+        """Return what the source says a result's config.json must say; None where it says nothing.
+
+        Read by key wherever it stands, from tensors' names and shapes, never through the package's own reading.
+        """
 
         def get(*keys: str) -> Any:
             return next((v for key in keys if (v := find_key(self.config, key)) is not None), None)
@@ -60,8 +69,22 @@ class TorchSource:
         if ids is None:  # these count the embedding's output as number 0
             shifted = get("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
             ids = [i - 1 for i in shifted or []]
-        mask = get("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-        return {"block_size": get("dspark_block_size", "block_size"), "mask_token_id": mask, "target_layer_ids": ids}
+        facts = {
+            "block_size": get("dspark_block_size", "block_size"),
+            "mask_token_id": get("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"),
+            "target_layer_ids": ids,
+            "final_logit_softcapping": get("final_logit_softcapping"),
+            "logit_scale": get("logit_scale"),
+            "sample_from_anchor": get("sample_from_anchor"),
+            "enable_confidence_head": any("confidence_head." in name for name in self.names),
+        }
+        inside_target = any(re.match(r"(?:_orig_mod\.)?mtp\.\d+\.", name) for name in self.names)
+        if not inside_target:  # else the layers' keys are the target's
+            facts |= {key: get(key) for key in LAYER_KEYS}
+            facts["causal"] = get("causal", "dflash_query_causal")
+            numbers = {int(found[1]) for name in self.names if (found := re.search(r"(?:^|\.)layers\.(\d+)\.", name))}
+            facts["num_hidden_layers"] = len(numbers) or facts["num_hidden_layers"]
+        return facts
 
     def decode(self, names: list[str]) -> Any:
         """Read a tensor with, where a second name is given, its block scales; quantised ones become bfloat16."""

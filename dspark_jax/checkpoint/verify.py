@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..json_files import MAX_LISTING, read_json
 from .hub import local_path
 from .load import build_head
+from .manifest import changed_json, read_manifest
 from .open import Checkpoint, open_checkpoint
 from .storage.orbax_tree import is_orbax
-from .storage.write import MANIFEST, digest
+from .storage.write import digest
 from .torch_reference import TorchHead, TorchSource
 
 # Of the largest logit: products of a few thousand float32 terms in two orders of summation.
@@ -77,31 +77,17 @@ def verify(
     """
     target = None if target is None else os.fspath(target)
     checkpoint = open_checkpoint(destination)
-    manifest = _read_manifest(checkpoint.path)
+    manifest = read_manifest(checkpoint.path)
     head_only = manifest.get("head_only") is True
     path = local_path(source, head_only=head_only)
     if is_orbax(path):
         raise ValueError(f"{path}: an Orbax tree, expected the safetensors checkpoint that was converted")
     open_checkpoint(path, head_only=head_only)  # a damaged source is refused with the reader's own words
     torch_source = TorchSource(path)
-    problems = _account(torch_source, manifest) + _compare_facts(torch_source, checkpoint)
+    problems = changed_json(checkpoint.path, manifest, checkpoint.raw) + _account(torch_source, manifest)
+    problems += _compare_facts(torch_source, checkpoint)
     problems += _compare_tensors(torch_source, checkpoint, manifest, target)
     return _draft(torch_source, checkpoint, manifest, target, problems, blocks, seed)
-
-
-def _read_manifest(path: str) -> dict[str, Any]:
-    try:
-        manifest = read_json(os.path.join(path, MANIFEST), MAX_LISTING)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no {MANIFEST}, so not the result of a conversion") from None
-    if not all(isinstance(manifest.get(key), dict) for key in ("tensors", "sources")):
-        raise ValueError(f"{path}: {MANIFEST}: expected an object with tensors and sources")
-    for name, entry in manifest["tensors"].items():
-        good = isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("sha256", "transform"))
-        names = entry.get("sources") if good else None
-        if not isinstance(names, list) or not names or not all(isinstance(source, str) for source in names):
-            raise ValueError(f"{path}: {MANIFEST}: tensor {name!r}: expected sources, transform and sha256")
-    return manifest
 
 
 def _account(source: TorchSource, manifest: dict[str, Any]) -> list[str]:
@@ -113,11 +99,13 @@ def _account(source: TorchSource, manifest: dict[str, Any]) -> list[str]:
 
 
 def _compare_facts(source: TorchSource, checkpoint: Checkpoint) -> list[str]:
-    """Compare what no draft of the head shows: the block and the layers it reads."""
-    wanted = source.facts()
-    found = {key: getattr(checkpoint.config, key) for key in wanted}
-    found["target_layer_ids"] = list(found["target_layer_ids"])
-    return [f"{key}: {found[key]!r}, the source says {value!r}" for key, value in wanted.items() if value != found[key]]
+    """Compare what no draft of the head shows: the block, the layers it reads, and the backbone's arithmetic."""
+    wanted, found = source.facts(), checkpoint.raw
+    return [
+        f"config.json: {key}: {str(found.get(key))[:80]}, the source says {str(value)[:80]}"
+        for key, value in wanted.items()
+        if value is not None and found.get(key) != value
+    ]
 
 
 def _compare_tensors(

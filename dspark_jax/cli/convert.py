@@ -27,6 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="DIR", help="the target's directory, for a missing embedding or LM head")
     parser.add_argument("--head-only", action="store_true", help="write the head's tensors alone")
     parser.add_argument("--force", action="store_true", help="replace the result of an earlier conversion")
+    parser.add_argument(
+        "--allow-gap", action="store_true",
+        help="with --force, where the file system cannot exchange names: move the old result away first",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     manifest = convert(
         args.source, args.destination, format=args.format, dtype=args.dtype, target=args.target,
-        head_only=args.head_only, force=args.force, progress=True,
+        head_only=args.head_only, force=args.force, allow_gap=args.allow_gap, progress=True,
     )  # fmt: skip
     left_out = sum("left_out" in place for place in manifest["sources"].values())
     print(

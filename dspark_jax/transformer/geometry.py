@@ -11,6 +11,7 @@ from ..checks import check_bool, check_choice, check_float, check_int, invalid
 
 STYLES = ("qwen3", "gemma4")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+MAX_LAYERS, MAX_HEADS = 4096, 65536  # what a config may claim: the largest models have some hundreds of either
 ROPE_TYPES = ("default", "linear", "proportional", "llama3")
 LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -67,6 +68,9 @@ class BackboneConfig:
     def __post_init__(self) -> None:
         """Check every field; the errors name the field, the value found and what was expected."""
         put = partial(object.__setattr__, self)
+        check_int("num_layers", self.num_layers, 1, MAX_LAYERS)
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            check_int(name, getattr(self, name), 1, MAX_HEADS)
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
         for name in sizes:
             put(name, check_int(name, getattr(self, name), 1))
@@ -133,7 +137,7 @@ class BackboneConfig:
         heads = check_int("num_attention_heads", _required(get, "num_attention_heads"), 1)
         head_dim = get("global_head_dim" if gemma else "head_dim", get("head_dim"))
         hidden = check_int("hidden_size", _required(get, "hidden_size"), 1)
-        layers = check_int("num_hidden_layers", _required(get, "num_hidden_layers"), 1)
+        layers = check_int("num_hidden_layers", _required(get, "num_hidden_layers"), 1, MAX_LAYERS)
         windows = _read_windows(get, layers)
         fields = dict(
             vocab_size=_required(get, "vocab_size"),

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,7 +27,7 @@ import numpy as np
 from ...optional import require
 from ..family.names import D2T, EMBEDDING, W1, W2
 from .header import DTYPE_NAMES, TensorInfo
-from .tensor_files import Files
+from .tensor_files import Files, stamp
 
 CHUNK = 1 << 26  # bytes of a block on disk
 SMALL = 1 << 20
@@ -113,8 +115,17 @@ def write_tree(path: str, leaves: Mapping[str, Lazy]) -> None:
     save_args = jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=CHUNK), tree)
     # Orbax makes the directory itself.
     inner = os.path.join(os.path.abspath(path), "tree")
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
-        checkpointer.save(inner, args=ocp.args.PyTreeSave(tree, save_args=save_args))
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+            checkpointer.save(inner, args=ocp.args.PyTreeSave(tree, save_args=save_args))
+    except (ValueError, OSError) as error:
+        # TensorStore reports a full or failing disk as a ValueError of many lines.
+        words = " ".join(str(error).split())
+        if "NaN" in words and isinstance(error, ValueError):
+            raise
+        full = re.search(r"No space left|RESOURCE_EXHAUSTED|Disk quota|File too large", words)
+        code = errno.ENOSPC if full else errno.EIO
+        raise OSError(code, f"Orbax could not write the tree ({words[:200]})", path) from None
     for entry in os.listdir(inner):
         os.rename(os.path.join(inner, entry), os.path.join(path, entry))
     os.rmdir(inner)
@@ -134,6 +145,7 @@ class OrbaxFiles(Files):
         self.path = os.path.abspath(path)
         self._ocp = require("orbax.checkpoint", "orbax", "writing and reading Orbax trees")
         self._last: tuple[str, np.ndarray] | None = None
+        self._stamps = {file: stamp(file) for file in self.paths}
         try:
             with self._ocp.StandardCheckpointer() as checkpointer:
                 metadata = checkpointer.metadata(self.path)
@@ -178,6 +190,17 @@ class OrbaxFiles(Files):
     def opened(self) -> list[str]:
         """The one directory it reads."""
         return [os.path.basename(self.path)]
+
+    @property
+    def paths(self) -> list[str]:
+        """Every file of the directory."""
+        return sorted(os.path.join(folder, name) for folder, _, names in os.walk(self.path) for name in names)
+
+    def check_unchanged(self) -> None:
+        """Raise a ValueError if a file of the tree has changed since it was opened."""
+        for file, before in self._stamps.items():
+            if stamp(file) != before:
+                raise ValueError(f"{file}: has changed since it was opened; nothing of it can be trusted")
 
     def available(self, name: str) -> bool:
         """Say whether a tensor is there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,18 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 
+Stamp = tuple[int, int, int, int]  # device, inode, size, modification time in nanoseconds
+
+
+def stamp(path: str) -> Stamp | None:
+    """Return what tells a file from a changed one, or None where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class Files(Mapping[str, TensorInfo]):
     """What a store of tensors offers: name -> TensorInfo as a mapping, and reading by name."""
 
@@ -24,6 +37,15 @@ class Files(Mapping[str, TensorInfo]):
     @abstractmethod
     def opened(self) -> list[str]:
         """Names of the files that have been opened so far."""
+
+    @property
+    @abstractmethod
+    def paths(self) -> list[str]:
+        """The files that have been opened so far, and the index if there is one."""
+
+    @abstractmethod
+    def check_unchanged(self) -> None:
+        """Raise a ValueError if an opened file is no longer the one whose header was read."""
 
     @abstractmethod
     def available(self, name: str) -> bool:
@@ -45,19 +67,20 @@ class TensorFiles(Files):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._headers: dict[str, dict[str, TensorInfo]] = {}
+        self._stamps: dict[str, Stamp | None] = {}
         if not os.path.isdir(self.path):
             self.directory = os.path.dirname(self.path) or "."
             if self.path.endswith(".index.json"):
-                self._shard_of = _read_index(self.path)
+                self._shard_of = self._read_index(self.path)
                 return
         else:
             self.directory = self.path
             if os.path.exists(index := os.path.join(self.path, INDEX_FILE)):
-                self._shard_of = _read_index(index)
+                self._shard_of = self._read_index(index)
                 return
             self.path = _only_file(self.path)
         shard = os.path.basename(self.path)
-        self._headers[shard] = read_header(self.path)
+        self._headers[shard] = self._read_header(self.path)
         self._shard_of = dict.fromkeys(self._headers[shard], shard)
 
     def __len__(self) -> int:
@@ -80,17 +103,47 @@ class TensorFiles(Files):
         """Names of the files whose headers have been read so far."""
         return sorted(self._headers)
 
+    @property
+    def paths(self) -> list[str]:
+        """The files that have been opened so far, and the index if there is one."""
+        return sorted(self._stamps)
+
+    def check_unchanged(self) -> None:
+        """Raise a ValueError if a file has changed since its header was read."""
+        for path in self._stamps:
+            self._check(path)
+
+    def _check(self, path: str) -> None:
+        if self._stamps[path] != stamp(path):
+            raise ValueError(f"{path}: has changed since it was opened; nothing of it can be trusted")
+
+    @functools.cached_property
+    def _names_of(self) -> dict[str, set[str]]:
+        """The names that the index places in each shard, gathered in one pass."""
+        found: dict[str, set[str]] = {}
+        for name, shard in self._shard_of.items():
+            found.setdefault(shard, set()).add(name)
+        return found
+
+    def _read_header(self, path: str) -> dict[str, TensorInfo]:
+        self._stamps[path] = stamp(path)
+        return read_header(path)
+
+    def _read_index(self, path: str) -> dict[str, str]:
+        self._stamps[path] = stamp(path)
+        return _read_index(path)
+
     def _file(self, shard: str) -> str:
         return os.path.join(self.directory, shard)
 
     def _open_shard(self, shard: str, wanted: str) -> dict[str, TensorInfo]:
         path = self._file(shard)
-        listed = {name for name, file in self._shard_of.items() if file == shard}
+        listed = self._names_of[shard]
         if not os.path.exists(path):
             raise FileNotFoundError(
                 f"{path}: missing shard; the index places {wanted} in it, and {len(listed) - 1} other tensors"
             )
-        header = read_header(path)
+        header = self._read_header(path)
         if missing := listed - set(header):
             raise ValueError(f"{path}: lacks tensors that the index places in it: {some(missing)}")
         if extra := set(header) - listed:
@@ -111,8 +164,7 @@ class TensorFiles(Files):
             first, last, shape = info.start + start * row, info.start + stop * row, (stop - start, *shape[1:])
         if first == last:
             return np.zeros(shape, dtype)
-        if os.path.getsize(info.path) < last:  # touching pages beyond the end would kill the process
-            raise ValueError(f"{info.path}: has become shorter since it was opened")
+        self._check(info.path)  # touching pages beyond a shortened file's end would kill the process
         # One map per read: a map of the whole file would keep every page touched so far resident.
         raw = np.memmap(info.path, np.uint8, "r", first, (last - first,)).view(np.ndarray)
         if info.dtype == "BOOL" and raw.max() > 1:

@@ -1,21 +1,16 @@
-"""Writing safetensors files tensor by tensor, and directories that appear whole or not at all."""
+"""Writing safetensors files tensor by tensor."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from .header import DTYPE_NAMES
-
-MANIFEST = "dspark_manifest.json"
 
 
 def write_safetensors(
@@ -72,53 +67,3 @@ def digest(chunks: Iterable[np.ndarray]) -> str:
     for chunk in chunks:
         sha.update(row_bytes(chunk))
     return sha.hexdigest()
-
-
-def check_destination(path: str, force: bool) -> None:
-    """Refuse a destination that exists, unless `force` and it is an earlier result or an empty directory.
-
-    Raises:
-        FileExistsError: it exists.
-    """
-    if not os.path.lexists(path):
-        return
-    if not force:
-        raise FileExistsError(f"{path}: exists already; --force replaces it")
-    if not os.path.isdir(path) or os.path.islink(path) or (os.listdir(path) and MANIFEST not in os.listdir(path)):
-        raise FileExistsError(f"{path}: is not the result of an earlier conversion, so --force does not replace it")
-
-
-@contextlib.contextmanager
-def appearing_directory(path: str) -> Iterator[str]:
-    """Give a temporary directory beside `path`, renamed to it at the end and removed when anything goes wrong.
-
-    An earlier result in its place is moved aside first and removed last: at each moment one whole result exists.
-    """
-    path = os.path.abspath(path)
-    parent, name = os.path.split(path)
-    os.makedirs(parent, exist_ok=True)
-    temporary = tempfile.mkdtemp(prefix=f".{name}.partial-", dir=parent)
-    try:
-        os.chmod(temporary, 0o777 & ~_umask())
-        yield temporary
-        old = None
-        if os.path.lexists(path):
-            old = tempfile.mkdtemp(prefix=f".{name}.old-", dir=parent)
-            os.rename(path, os.path.join(old, name))
-        try:
-            os.rename(temporary, path)
-        except BaseException:
-            if old is not None:
-                os.rename(os.path.join(old, name), path)
-            raise
-        finally:
-            if old is not None:
-                shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
