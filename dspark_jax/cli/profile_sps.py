@@ -58,8 +58,8 @@ def load(what: str, context: int) -> Callable[[int], Any]:
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"WHAT: found {what!r}, but {error}") from None
+    except (ImportError, SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"WHAT: found {what!r}, but importing it failed ({error})") from None
     finally:
         sys.path.pop(0)
     if not callable(function):

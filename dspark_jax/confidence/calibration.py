@@ -26,7 +26,7 @@ from ..json_files import read_json
 from .records import Records
 
 FILE_NAME = "calibration.json"
-BINS = 15
+BINS, MAX_BINS = 15, 2**20
 Curve = Float64[np.ndarray, " used"]  # one value for each bin that holds records
 GRID = np.exp(np.linspace(-math.log(8), math.log(8), 361))  # steps of 1.2%; 1 is among them
 
@@ -102,7 +102,7 @@ def fit_calibration(
         Calibration; a step that no block observed keeps temperature 1.
     """
     records = Records.of(confidence_logits, accepted, num_draft)
-    bins = check_int("bins", bins, 1)
+    bins = check_int("bins", bins, 1, MAX_BINS)
     before = np.ones(len(records.num_accepted))
     temperatures = []
     for step in range(records.confidence_logits.shape[1]):
@@ -122,6 +122,7 @@ def fit_calibration(
 
 def expected_calibration_error(probability: ArrayLike, outcome: ArrayLike, *, bins: int = BINS) -> float:
     """Return sum over bins of (share of records) * |mean outcome - mean probability|, equal-width bins of [0, 1]."""
+    bins = check_int("bins", bins, 1, MAX_BINS)
     p, y = np.asarray(probability, np.float64), np.asarray(outcome, np.float64)
     index = np.minimum((p * bins).astype(np.int64), bins - 1)
     gap = np.bincount(index, weights=y - p, minlength=bins)
@@ -157,6 +158,7 @@ class Quality:
 
 def measure(records: Records, calibration: Calibration | None = None, *, bins: int = BINS) -> Quality:
     """Measure predicted against observed survival at each step, raw or with a calibration; NaN where none was seen."""
+    bins = check_int("bins", bins, 1, MAX_BINS)
     S = records.confidence_logits.shape[1]
     calibration = Calibration((1.0,) * S) if calibration is None else calibration
     predicted = np.cumprod(calibration.confidence(records.confidence_logits), axis=1)
@@ -175,6 +177,7 @@ def reliability(
     records: Records, step: int, calibration: Calibration | None = None, *, bins: int = BINS
 ) -> tuple[Curve, Curve, Curve]:
     """Return the reliability curve of a step: mean prediction, mean outcome and share of records of each used bin."""
+    bins = check_int("bins", bins, 1, MAX_BINS)
     calibration = Calibration((1.0,) * records.confidence_logits.shape[1]) if calibration is None else calibration
     seen = records.observed(step)
     p = np.prod(calibration.confidence(records.confidence_logits)[seen, : step + 1], axis=1)

@@ -24,8 +24,11 @@ from . import loop
 from .loop import DecodeState, LoopOptions
 from .processors import LogitsProcessor
 
-PREFILL_CHUNK = 256  # prompt tokens per prefill program; bounds its memory
-BUCKET = 32  # prompt chunks and capacities are multiples of it, which bounds the number of traces
+MAX_POSITIONS = 2**24  # what a request may ask for: beyond it lies no model's context, and int32 arithmetic
+# Prompt tokens per prefill program, whatever the prompts: one width, so that a request's numbers do not depend on the
+# lengths of the others (a product's rows may round otherwise at another width), and one trace.
+PREFILL_CHUNK = 64
+BUCKET = 32  # capacities are multiples of it, which bounds the number of traces
 
 
 def prepare_options(
@@ -111,12 +114,12 @@ def start(
     lengths = _check_prompts(prompts, target.vocab_size)
     batch = len(lengths)
     limits = np.broadcast_to(np.asarray(max_new_tokens), (batch,))
-    limits = np.array([check_int("max_new_tokens", int(n) if n == int(n) else n, 1) for n in limits], np.int32)
+    limits = np.array([check_int("max_new_tokens", _whole(n), 1, MAX_POSITIONS) for n in limits], np.int32)
     # The last committed token may stand at the end of length + limit; one more block is drafted behind it.
     block = 1 if drafter is None else drafter.config.block_size + 1
     needed = int((lengths + limits).max()) + block
     capacity = _capacity(capacity, needed, lengths, limits, block, target.max_length)
-    size = min(PREFILL_CHUNK, -(-int(lengths.max()) // BUCKET) * BUCKET)
+    size = PREFILL_CHUNK
     padded = np.zeros((batch, -(-int(lengths.max()) // size) * size), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -159,6 +162,11 @@ def start(
     return loop.first_token(state, logits, options=options)
 
 
+def _whole(value: Any) -> Any:
+    """Return a whole number as an int, and anything else as it is, for the check to refuse."""
+    return int(value) if isinstance(value, int | float | np.number) and value == np.floor(value) else value
+
+
 def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> Int32[np.ndarray, " B"]:
     """Return the lengths int32 [B] of checked prompts."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or len(prompts) == 0:
@@ -182,7 +190,7 @@ def _capacity(
     max_length: int | None,
 ) -> int:
     """Return cache slots per request, refusing prompts that do not fit them or the target."""
-    chosen = -(-needed // BUCKET) * BUCKET if capacity is None else check_int("capacity", capacity, 1)
+    chosen = -(-needed // BUCKET) * BUCKET if capacity is None else check_int("capacity", capacity, 1, MAX_POSITIONS)
     worst = int(np.argmax(lengths + limits))
     what = f"prompt {worst} of {lengths[worst]} tokens and max_new_tokens {limits[worst]}"
     if needed > chosen:
@@ -201,4 +209,6 @@ def stop_sets(stop_ids: ArrayLike | None, batch: int) -> list[set[int]]:
         return [set()] * batch
     if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or (ids.ndim == 2 and ids.shape[0] != batch):
         raise invalid("stop_ids", stop_ids, "token ids [n] or [B, n]")
+    if ids.max() >= 2**31:
+        raise invalid("stop_ids", int(ids.max()), "token ids below 2**31")
     return [{int(i) for i in row if i >= 0} for row in np.broadcast_to(ids, (batch, ids.shape[-1]))]

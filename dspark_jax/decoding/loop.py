@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+import numpy as np
+from jaxtyping import Array, Float32
 
+from ..checks import invalid
 from ..drafting.drafter import Drafter, propose_block
 from ..noise import RESIDUAL, choose, gumbel_from_bits, noise_bits, row_is_valid
 from ..transformer.cache import ContextCache
@@ -215,7 +217,33 @@ def plain_round(target: Target, state: DecodeState, *, options: LoopOptions) -> 
     return state, Round(tokens, nothing, nothing, (tokens[:, 0] >= 0).astype(jnp.int32), None, **extra)
 
 
+def replace_rows(state: DecodeState, rows: Any, fresh: DecodeState) -> DecodeState:
+    """Put new requests into some rows of a running batch (continuous batching); `state` is donated.
+
+    Args:
+        rows: int [b], distinct rows of the batch, below B.
+        fresh: the b new requests (of `start`), with the batch's capacity, stop-token width and filters.
+
+    Raises:
+        ValueError: rows out of range or given twice, or states that do not fit together.
+    """
+    batch, count = state.anchor.shape[0], fresh.anchor.shape[0]
+    numbers = np.asarray(rows)
+    if numbers.shape != (count,) or numbers.dtype.kind not in "iu":
+        raise invalid("rows", f"{numbers.dtype} {list(numbers.shape)}", f"integers [{count}], one for each new request")
+    if (numbers < 0).any() or (numbers >= batch).any() or len(set(numbers.tolist())) != count:
+        raise invalid("rows", numbers.tolist(), f"distinct rows from 0 to {batch - 1}")
+    old, new = (dict(jax.tree_util.tree_leaves_with_path(one)) for one in (state, fresh))
+    for path in dict.fromkeys((*old, *new)):
+        have, want = (
+            f"{x.dtype} {list(x.shape[1:])}" if x is not None else None for x in (new.get(path), old.get(path))
+        )
+        if have != want:
+            field = "fresh" + jax.tree_util.keystr(path)
+            raise invalid(field, have, f"{want} for each request, as the batch has it")
+    return _replace_rows(state, jnp.asarray(numbers, jnp.int32), fresh)
+
+
 @partial(jax.jit, donate_argnames=("state",))
-def replace_rows(state: DecodeState, rows: Int32[Array, " b"], fresh: DecodeState) -> DecodeState:
-    """Put new requests into rows int32 [b] of a running batch (continuous batching); `fresh` holds b requests."""
+def _replace_rows(state: DecodeState, rows: jax.Array, fresh: DecodeState) -> DecodeState:
     return jax.tree.map(lambda old, new: old.at[rows].set(new), state, fresh)

@@ -149,7 +149,6 @@ def test_the_draft_alone_finds_wrong_facts(tmp_path):
     source, out = fixture_and_result(tmp_path, "deepspec-gemma4")
     change_config(out, final_logit_softcapping=None)
     report = verify(source, out)
-    assert not report.problems
     assert not report.passed
     assert report.logit_error > report.tolerance
     source = make("speculators-reduced", tmp_path)
@@ -172,9 +171,9 @@ def test_the_draft_alone_finds_wrong_facts(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"target_layer_ids": [1, 3, 5]}, "target_layer_ids: [1, 3, 5], the source says [0, 2, 4]"),
-        ({"block_size": 6}, "block_size: 6, the source says 5"),
-        ({"mask_token_id": 8}, "mask_token_id: 8, the source says 7"),
+        ({"target_layer_ids": [1, 3, 5]}, "config.json: target_layer_ids: [1, 3, 5], the source says [0, 2, 4]"),
+        ({"block_size": 6}, "config.json: block_size: 6, the source says 5"),
+        ({"mask_token_id": 8}, "config.json: mask_token_id: 8, the source says 7"),
     ],
 )
 def test_wrong_facts_about_the_block_fail(tmp_path, keys, words):
@@ -182,7 +181,7 @@ def test_wrong_facts_about_the_block_fail(tmp_path, keys, words):
     assert verify(source, out).passed
     change_config(out, **keys)
     report = verify(source, out)
-    assert report.problems == [words]
+    assert words in report.problems
     assert not report.passed
 
 

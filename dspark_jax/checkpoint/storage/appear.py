@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,10 +137,21 @@ def _hidden(parent: str) -> Iterator[str]:
         os.mkdir(stem + ".partial")
         yield stem + ".partial"
     finally:
-        shutil.rmtree(stem + ".partial", ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.unlink(stem + ".lock")
+        # Without the lock file the next run would not know a directory that could not be removed.
+        if _remove_tree(stem + ".partial"):
+            with contextlib.suppress(OSError):
+                os.unlink(stem + ".lock")
         os.close(descriptor)
+
+
+def _remove_tree(path: str, tries: int = 50) -> bool:
+    """Remove a directory; Orbax's threads may still write into it for a moment after they have failed."""
+    for _ in range(tries):
+        shutil.rmtree(path, ignore_errors=True)
+        if not os.path.lexists(path):
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def _identity(path: str) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -116,7 +117,10 @@ def write_tree(path: str, leaves: Mapping[str, Lazy]) -> None:
     # Orbax makes the directory itself.
     inner = os.path.join(os.path.abspath(path), "tree")
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+        with (
+            _without_logs(),
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer,
+        ):
             checkpointer.save(inner, args=ocp.args.PyTreeSave(tree, save_args=save_args))
     except (ValueError, OSError) as error:
         # TensorStore reports a full or failing disk as a ValueError of many lines.
@@ -129,6 +133,17 @@ def write_tree(path: str, leaves: Mapping[str, Lazy]) -> None:
     for entry in os.listdir(inner):
         os.rename(os.path.join(inner, entry), os.path.join(path, entry))
     os.rmdir(inner)
+
+
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
+    """Keep Orbax's threads from logging the tracebacks of an error that is raised here as well."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def blocks(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
