@@ -122,9 +122,9 @@ def target_weights(raw: dict[str, Any], seed: int = 0, tied: bool = False, sharp
     return weights
 
 
-def build_target(raw: dict[str, Any], weights: Weights) -> DecoderTarget:
+def build_target(raw: dict[str, Any], weights: Weights, dtype: Any = "float32") -> DecoderTarget:
     """Build the library's target from weights."""
-    take = WeightReader("test", weights, weights.__getitem__, "float32")
+    take = WeightReader("test", weights, weights.__getitem__, dtype)
     model = DecoderTarget(read_target_geometry(raw), take, tied="lm_head.weight" not in weights)
     take.finish()
     return model

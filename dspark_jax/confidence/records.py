@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import zipfile
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -11,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from ..atomic_files import open_replacing
 from ..checks import invalid
+from ..json_files import open_regular
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +80,11 @@ class Records:
 def load_records(path: str | os.PathLike[str]) -> Records:
     """Read an .npz file with `confidence_logits`, `num_accepted` (or `accepted`) and, optionally, `num_draft`."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open_regular(os.fspath(path)) as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise FileNotFoundError(f"{os.fspath(path)}: no such file") from None
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, AttributeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{os.fspath(path)}: not an .npz file of plain arrays ({error})") from None
     accepted = arrays.get("num_accepted", arrays.get("accepted"))
     if "confidence_logits" not in arrays or accepted is None:
