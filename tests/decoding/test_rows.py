@@ -129,17 +129,17 @@ def test_rows_are_checked_before_anything_is_replaced():
         ([0, 3], r"rows: found \[0, 3\], expected distinct rows from 0 to 2"),
         ([-1, 0], "expected distinct rows from 0 to 2"),
         ([1, 1], "expected distinct rows from 0 to 2"),
-        ([1], r"rows: found int64 \[1\], expected integers \[2\], one for each new request"),
-        ([0.0, 1.0], r"rows: found float64 \[2\]"),
-        ([[0, 1]], r"rows: found int64 \[1, 2\]"),
+        ([1], r"rows: found 'int64 \[1\]', expected integers \[2\], one for each new request"),
+        ([0.0, 1.0], r"rows: found 'float64 \[2\]'"),
+        ([[0, 1]], r"rows: found 'int64 \[1, 2\]'"),
     ):
         with pytest.raises(ValueError, match=words):
             loop.replace_rows(state, rows, two)
     larger, _ = start(target, drafter, [[4], [5]], options, max_new_tokens=4, capacity=96)
-    with pytest.raises(ValueError, match=r"fresh\.target_cache\.keys.*: found float32 \[96, .*expected float32 \[64"):
+    with pytest.raises(ValueError, match=r"fresh\.target_cache\.keys.*: found 'float32 \[96, .*expected float32 \[64"):
         loop.replace_rows(state, [0, 1], larger)
     stops, _ = start(target, drafter, [[4], [5]], options, stop_ids=[3], **common)
-    with pytest.raises(ValueError, match=r"fresh\.stop_ids: found int32 \[1\], expected None"):
+    with pytest.raises(ValueError, match=r"fresh\.stop_ids: found 'int32 \[1\]', expected None"):
         loop.replace_rows(state, [0, 1], stops)
     filtered, _ = start(target, drafter, [[4], [5]], options, target_filter=TargetFilter(top_k=3), **common)
     with pytest.raises(ValueError, match=r"fresh\.target_filter.*expected None"):
