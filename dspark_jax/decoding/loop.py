@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, Int32
 
 from ..checks import invalid
 from ..drafting.drafter import Drafter, propose_block

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from ..linear import as_last_axis, product
 from ..types import Activations, Floats, HeadStates, RequestInts, Sequences, Visible
+from .attention import attention
 from .cache import KVCache
 from .geometry import BackboneConfig
 from .rope import RopeTables, rope_tables, rotate
@@ -92,14 +93,7 @@ class Attention(nnx.Module):
         self, queries: HeadStates, keys: Float[Array, "B C M D"], values: Float[Array, "B C M D"], mask: Visible
     ) -> Activations:
         """Return o_proj(softmax(scale * q.k) v): [B, T, H] from queries [B, T, ...], keys and values [B, C, ...]."""
-        # The library's default for float32 products on GPUs is TF32, which would miss the reference by 1e-3.
-        exact = jax.default_matmul_precision("highest" if queries.dtype == jnp.float32 else None)
-        # It also multiplies half-precision products by a float32 scale.
-        with exact, jax.numpy_dtype_promotion("standard"):
-            mixed = jax.nn.dot_product_attention(
-                queries, keys.astype(queries.dtype), values.astype(queries.dtype), mask=mask,
-                scale=self.config.attention_scale,
-            )  # fmt: skip
+        mixed = attention(queries, keys, values, mask, self.config.attention_scale)
         return self._project("o", mixed.reshape(*mixed.shape[:2], -1))
 
 

@@ -283,7 +283,7 @@ def test_target_without_finite_logits_ends_its_request_and_no_other(tiny, specul
         ({"prompts": [[-1]]}, r"prompts\[0\]: found -1"),
         ({"prompts": [[0.5]]}, r"prompts\[0\]"),
         ({"capacity": 20}, r"capacity: found 20, expected at least 22 slots, for prompt 0 of 8 tokens"),
-        ({"max_new_tokens": 0}, r"max_new_tokens: found 0, expected an integer >= 1"),
+        ({"max_new_tokens": 0}, r"max_new_tokens: found 0, expected an integer from 1"),
         ({"draft_topk": 38}, r"topk: found 38"),
         ({"num_speculative_tokens": 6}, r"num_steps: found 6"),
         ({"draft_sample_method": "probabilistic"}, r"draft_sample_method: found 'probabilistic', expected 'greedy'"),
