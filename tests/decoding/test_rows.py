@@ -83,7 +83,7 @@ def run_with_replacement(dtype, rounds, seed):
             if not active[row] and rng.random() < 0.7:
                 one, first = fresh(asked)
                 state = loop.replace_rows(state, [int(row)], one)
-                owner[row], tokens[asked] = asked, np.asarray(first)[0].tolist()
+                owner[row], tokens[asked] = asked, np.asarray(first.tokens)[0].tolist()
                 asked += 1
         took = np.asarray(state.active)
         state, done = loop.speculative_round(target, drafter, state, None, None, options=options)
@@ -100,7 +100,7 @@ def run_with_replacement(dtype, rounds, seed):
     for number in finished[:: max(1, len(finished) // 40)]:
         state = idle(target, drafter, options, batch, CAPACITY)
         one, first = fresh(number)
-        state, alone[number] = loop.replace_rows(state, [number % batch], one), np.asarray(first)[0].tolist()
+        state, alone[number] = loop.replace_rows(state, [number % batch], one), np.asarray(first.tokens)[0].tolist()
         while bool(state.active[number % batch]):
             state, done = loop.speculative_round(target, drafter, state, None, None, options=options)
             alone[number] += [token for token in np.asarray(done.tokens)[number % batch].tolist() if token >= 0]
