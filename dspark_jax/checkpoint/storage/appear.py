@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -144,11 +145,16 @@ def _hidden(parent: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-def _remove_tree(path: str, tries: int = 50) -> bool:
-    """Remove a directory; Orbax's threads may still write into it for a moment after they have failed."""
-    for _ in range(tries):
+def _remove_tree(path: str) -> bool:
+    """Remove a directory, if it is there, until it stays away."""
+    if not os.path.lexists(path):
+        return True
+    # Orbax's threads may still write into it for a moment after they have failed.
+    quiet, absent = 5 if "orbax.checkpoint" in sys.modules else 1, 0
+    for _ in range(50):
         shutil.rmtree(path, ignore_errors=True)
-        if not os.path.lexists(path):
+        absent = 0 if os.path.lexists(path) else absent + 1
+        if absent == quiet:
             return True
         time.sleep(0.1)
     return False
