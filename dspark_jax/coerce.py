@@ -16,6 +16,8 @@ from jax.core import Tracer
 from .checks import DTYPES, LARGEST, invalid
 from .types import DraftSampling
 
+ANY = -1  # in shapes: any size, also none at all (an empty batch)
+
 
 def as_array(field: str, value: Any) -> np.ndarray | jax.Array:
     """Return `value` as a NumPy or JAX array; ragged or non-numeric input is refused."""
@@ -39,12 +41,13 @@ def cast(array: Any, dtype: Any) -> jax.Array:
 
 
 def check_shape(field: str, array: Any, shape: tuple[int | None, ...], names: str) -> None:
-    """Refuse an array whose shape differs from `shape` (None matches any size of at least 1)."""
+    """Refuse an array whose shape differs from `shape`; None matches any size of at least 1, ANY also 0."""
     fits = len(array.shape) == len(shape) and all(
-        size == want if want is not None else size >= 1 for size, want in zip(array.shape, shape, strict=True)
+        size >= (0 if want == ANY else 1) if want in (None, ANY) else size == want
+        for size, want in zip(array.shape, shape, strict=True)
     )
     if not fits:
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        wanted = ", ".join("any" if want in (None, ANY) else str(want) for want in shape)
         raise invalid(f"{field}.shape", tuple(array.shape), f"{names} = [{wanted}]")
 
 

@@ -18,7 +18,7 @@ from ..transformer.target import Target
 from ..types import DraftSampling
 from ..verification.filter import TargetFilter
 from . import loop
-from .inputs import prepare_options, start, stop_sets
+from .inputs import as_prompts, prepare_options, start, stop_sets
 from .processors import LogitsProcessor
 
 
@@ -90,6 +90,7 @@ def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence
     Returns:
         Generated. With the same seeds it does not depend on the batch, and greedy output is the target's own.
     """
+    prompts = as_prompts(prompts)
     events = list(stream(target, drafter, prompts, **options))
     first, rounds = events[0], events[1:]
     batch = len(prompts)
@@ -120,7 +121,7 @@ def stream(
     *,
     sampling: DraftSampling | None = None,
     draft_topk: int | None = None,
-    max_new_tokens: int | Sequence[int] = 128,
+    max_new_tokens: int | Sequence[int] | None = 128,
     num_speculative_tokens: int | None = None,
     draft_sample_method: str | None = None,
     logits_dtype: Any = None,
@@ -140,11 +141,11 @@ def stream(
     Args:
         target: the model whose distribution is kept (see target.Target).
         drafter: None decodes plainly, one token per round: the baseline.
-        prompts: B non-empty sequences of token ids; lengths may differ.
+        prompts: B non-empty sequences of token ids; lengths may differ. Generators are read once.
         sampling: None is greedy; else temperature and seed per request. Its `position` is not read.
         draft_topk: k candidates per draft step; None drafts from the whole vocabulary.
         draft_markov_topk: m continuations of the previous token beside them (Drafter.with_continuations), 0 for none.
-        max_new_tokens: per request, or one number for all.
+        max_new_tokens: per request, or one number for all; None writes until a stop token or the end of the cache.
         num_speculative_tokens: S; None takes the checkpoint's.
         draft_sample_method: "greedy" or "probabilistic" drafts; None follows `sampling`.
         logits_dtype, min_confidence, implementation: as in draft_block.
@@ -161,6 +162,7 @@ def stream(
         ValueError: token ids outside the vocabulary, a prompt that does not fit, target and drafter that do not belong
             together, or a wrong option; the message names the field, the value and what was expected.
     """
+    prompts = as_prompts(prompts)
     options, threshold = prepare_options(
         target, drafter, sampled=sampling is not None, draft_topk=draft_topk, logits_dtype=logits_dtype, rule=rule,
         num_speculative_tokens=num_speculative_tokens, draft_sample_method=draft_sample_method,

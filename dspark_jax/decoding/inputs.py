@@ -78,6 +78,16 @@ def prepare_options(
     return options, drafter.check_threshold(min_confidence)
 
 
+def as_prompts(prompts: Any) -> list[Any]:
+    """Return prompts as a list; generators, of prompts and of token ids, are read once."""
+    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__iter__"):
+        raise invalid("prompts", prompts, "a non-empty list of token-id lists")
+    lazy = (str, bytes, int)
+    return [
+        p if hasattr(p, "__len__") or isinstance(p, lazy) or not hasattr(p, "__iter__") else list(p) for p in prompts
+    ]
+
+
 def check_pair(target: Target, drafter: Drafter) -> None:
     """Refuse a drafter made for another target: vocabulary, tapped layers, depth and hidden size must agree."""
     config = drafter.config
@@ -113,10 +123,12 @@ def start(
     """
     lengths = _check_prompts(prompts, target.vocab_size)
     batch = len(lengths)
+    block = 1 if drafter is None else drafter.config.block_size + 1
+    if max_new_tokens is None:
+        max_new_tokens = _all_that_fits(lengths, capacity, block, target.max_length)
     limits = np.broadcast_to(np.asarray(max_new_tokens), (batch,))
     limits = np.array([check_int("max_new_tokens", _whole(n), 1, MAX_POSITIONS) for n in limits], np.int32)
     # The last committed token may stand at the end of length + limit; one more block is drafted behind it.
-    block = 1 if drafter is None else drafter.config.block_size + 1
     needed = int((lengths + limits).max()) + block
     capacity = _capacity(capacity, needed, lengths, limits, block, target.max_length)
     size = PREFILL_CHUNK
@@ -179,6 +191,20 @@ def _check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> Int32[n
             wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
             raise invalid(f"prompts[{number}]", wrong, f"token ids below the target's vocab_size {vocab_size}")
     return np.array([len(prompt) for prompt in prompts], np.int32)
+
+
+def _all_that_fits(lengths: np.ndarray, capacity: Any, block: int, max_length: int | None) -> np.ndarray:
+    """Return the new tokens int [B] that cache and target leave room for."""
+    ends = [] if max_length is None else [max_length]
+    ends += [] if capacity is None else [check_int("capacity", capacity, 1) - block]
+    if not ends:
+        raise invalid("max_new_tokens", None, "a number, or a capacity, since this target has no limit of its own")
+    room = min(ends) - lengths
+    if room.min() < 1:
+        raise invalid(
+            "prompts", f"a prompt of {lengths.max()} tokens", f"at most {min(ends) - 1}, which leave room for one"
+        )
+    return room
 
 
 def _capacity(

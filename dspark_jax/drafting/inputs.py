@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..checks import check_choice, check_int, check_min_confidence, check_topk, dtype_name, invalid
-from ..coerce import coerce_floats, coerce_ids
+from ..coerce import ANY, coerce_floats, coerce_ids
 from ..config import IMPLEMENTATIONS, OUTPUTS, DraftOptions
 from ..types import DraftLogits, Hidden, RequestInts, Scalar
 from .head import DSparkHead
@@ -83,7 +83,7 @@ def check_threshold(head: DSparkHead, min_confidence: Any, *, has_hidden: bool) 
 
 def coerce_hidden(head: DSparkHead, hidden: Any) -> Hidden:
     """Return hidden [B, S, H] in the head's dtype."""
-    hidden = coerce_floats("hidden", hidden, (None, None, head.config.hidden_size), "[B, S, H]", head.dtype)
+    hidden = coerce_floats("hidden", hidden, (ANY, None, head.config.hidden_size), "[B, S, H]", head.dtype)
     check_steps(head, hidden.shape[1], "hidden.shape[1]")
     return hidden
 
@@ -98,7 +98,7 @@ def prepare_logits(
     head: DSparkHead, base_logits: Any, anchor_ids: Any, hidden: Any
 ) -> tuple[DraftLogits, RequestInts, Hidden | None]:
     """Return base logits [S, B, Vd], anchors int32 [B] and hidden [B, S, H] (None where the head needs none)."""
-    base = coerce_floats("base_logits", base_logits, (None, None, head.config.Vd), "[S, B, Vd] (step-major)")
+    base = coerce_floats("base_logits", base_logits, (None, ANY, head.config.Vd), "[S, B, Vd] (step-major)")
     S, B, _ = base.shape
     check_steps(head, S, "base_logits.shape[0]")
     if hidden is not None:

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from ..checks import check_choice, check_int, invalid
-from ..coerce import coerce_floats, coerce_ids, coerce_sampling
+from ..coerce import ANY, as_array, cast, check_shape, coerce_floats, coerce_ids, coerce_sampling
 from ..config import METHODS
 from ..sharding.axes import find_axes
 from ..sharding.run import cut_requests, missing_requests, over_mesh, pad_requests
@@ -61,6 +61,11 @@ def _verify_chunks(
 
 def _chunks(block: DraftBlock, rest: Any, *, rule: str, chunk_size: int | None) -> Verified:
     B = block.tokens.shape[0]
+    logits, draw, *others = rest
+    if draw is None:  # made here: a warmed call hands nothing from the host to the device
+        zeros = jnp.zeros((B,), jnp.int32)
+        draw = DraftSampling(zeros.astype(jnp.float32), zeros.astype(jnp.uint32), zeros)
+    rest = (logits, draw, *others)
     if chunk_size is None or chunk_size >= B:
         return verify(block, *rest, rule=rule)
     # Whole requests only. The last chunk starts early enough to be full: the few requests that it repeats come out the
@@ -123,26 +128,27 @@ def verify_block(
     check_choice("block.method", block.method, METHODS)
     if chunk_size is not None:
         chunk_size = check_int("chunk_size", chunk_size, 1)
-    tokens = coerce_ids("block.tokens", block.tokens, (None, None), "[B, S]")
+    tokens = coerce_ids("block.tokens", block.tokens, (ANY, None), "[B, S]")
     B, S = tokens.shape
     logits = coerce_floats("target_logits", target_logits, (B, S + 1, None), "[B, S+1, V]")
     V = logits.shape[2]
+    valid = as_array("block.valid", block.valid)
+    check_shape("block.valid", valid, (B,), "[B]")
     block = dataclasses.replace(
         block,
         tokens=tokens,
         num_draft=coerce_ids("block.num_draft", block.num_draft, (B,), "[B]"),
-        valid=jnp.ones((B,), bool),  # not read: num_draft ends before the first invalid step
+        valid=cast(valid, jnp.bool_),  # not read: num_draft ends before the first invalid step
         confidence_logits=None,
         certified=None,
         **coerce_q(block, (S, B, V), rule),
     )
-    if sampling is None:
-        if block.method == "probabilistic":
-            raise invalid("sampling", None, "the DraftSampling that the probabilistic block was drafted with")
-        zeros = np.zeros(B, np.int32)
-        sampling = DraftSampling(zeros.astype(np.float32), zeros.astype(np.uint32), zeros)  # type: ignore[arg-type]
-    draw, limit = coerce_sampling(sampling, B), coerce_num_draft(num_draft, block.num_draft, B)
+    if sampling is None and block.method == "probabilistic":
+        raise invalid("sampling", None, "the DraftSampling that the probabilistic block was drafted with")
+    draw = None if sampling is None else coerce_sampling(sampling, B)
+    limit = coerce_num_draft(num_draft, block.num_draft, B)
     rest = (logits, draw, limit, coerce_filter(target_filter, B, S + 1, V), coerce_stop(stop_ids, B))
-    axes = find_axes([(tokens, 0), (logits, 0), (draw.temperature, 0)], batch_axes=batch_axes)
+    sampled = [] if draw is None else [(draw.temperature, 0)]
+    axes = find_axes([(tokens, 0), (logits, 0), *sampled], batch_axes=batch_axes)
     with axes.context():
         return VERIFY(block, rest, rule=rule, chunk_size=chunk_size, batch_axes=axes.batch)

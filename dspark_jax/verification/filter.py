@@ -153,8 +153,8 @@ def _largest_reaching(
     """
     keys = _ordered_key(values)
 
-    def try_bit(i: Ints, found: Words) -> Words:
-        trial = found | (_SIGN >> i.astype(jnp.uint32))
+    def try_bit(i: Ints | int, found: Words) -> Words:
+        trial = found | (_SIGN >> jnp.asarray(i, jnp.uint32))  # a Python number under disable_jit
         return jnp.where(total(keys >= trial) >= need, trial, found)
 
     return _value_of_key(lax.fori_loop(0, 32, try_bit, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..checks import invalid
 from ..coerce import as_array, check_shape, coerce_floats, coerce_ids
@@ -81,6 +82,11 @@ def _per_request(field: str, value: Any, batch: int, dtype: Any) -> RequestFloat
     kind = jnp.integer if dtype == jnp.int32 else jnp.number
     if not jnp.issubdtype(array.dtype, kind) or array.dtype == bool:
         raise invalid(f"{field}.dtype", str(array.dtype), "integers" if dtype == jnp.int32 else "numbers")
+    if isinstance(array, np.ndarray):  # values of arrays on a device are taken as they are
+        if dtype == jnp.int32 and array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+            raise invalid(field, value, "integers of 32 bits")
+        if np.isnan(array.astype(np.float64)).any():
+            raise invalid(field, value, "numbers, not NaN")
     if array.ndim == 0:
         array = jnp.broadcast_to(jnp.asarray(array), (batch,))
     check_shape(field, array, (batch,), "[B]")
