@@ -26,6 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="keep", help="keep, bf16 or f32 (default: keep the stored dtypes)")
     parser.add_argument("--target", metavar="DIR", help="the target's directory, for a missing embedding or LM head")
     parser.add_argument("--head-only", action="store_true", help="write the head's tensors alone")
+    parser.add_argument(
+        "--continuations", type=int, default=None, metavar="M",
+        help="also store each token's M strongest continuations, for --draft-markov-topk",
+    )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace the result of an earlier conversion")
     parser.add_argument(
         "--allow-gap", action="store_true",
@@ -54,4 +58,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {name}: {how}", file=sys.stderr)
     for note in manifest["notes"]:
         print(f"note: {note}", file=sys.stderr)
+    if args.continuations is not None:
+        _store_continuations(args)
     return 0
+
+
+def _store_continuations(args: argparse.Namespace) -> None:
+    from dspark_jax import load_head
+    from dspark_jax.checkpoint.continuations import save_continuations
+    from dspark_jax.drafting.continuations import table_bytes
+
+    head = load_head(args.destination, target=args.target)
+    size = table_bytes(head.config.vocab_size, args.continuations) / 2**20
+    print(f"building a table of {args.continuations} continuations per token, {size:.1f} MiB", file=sys.stderr)
+    print(save_continuations(head.with_continuations(args.continuations), args.destination))

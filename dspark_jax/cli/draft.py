@@ -10,7 +10,7 @@ import statistics
 import time
 from typing import Any
 
-from .options import add_implementation
+from .options import add_implementation, add_markov_topk, with_continuations
 from .text import read_tokenizer
 
 CALLS = 20  # timed calls after warm-up; their median is shown
@@ -31,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--draft-topk", type=int, metavar="K", help="candidates per step (default: the whole vocabulary)"
     )
+    add_markov_topk(parser)
     add_implementation(parser)
     parser.add_argument("--temperature", type=float, metavar="T", help="sample at this temperature (default: greedy)")
     parser.add_argument(
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     import dspark_jax
 
     head = dspark_jax.load_head(args.checkpoint, dtype=args.dtype, target=args.target)
+    head = with_continuations(head, args.checkpoint, args.draft_markov_topk)
     hidden, anchors, positions = _read_recorded(args.hidden)
     steps = hidden.shape[1] if args.num_speculative_tokens is None else args.num_speculative_tokens
     if not 1 <= steps <= hidden.shape[1]:
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     config = dspark_jax.DraftConfig(
         num_speculative_tokens=steps,
         draft_topk=args.draft_topk,
+        draft_markov_topk=args.draft_markov_topk,
         draft_sample_method="greedy" if sampling is None else "probabilistic",
         outputs=args.outputs,
         logits_dtype=args.logits_dtype,
@@ -93,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         "vocab_size": head.config.vocab_size,
         "num_speculative_tokens": steps,
         "draft_topk": config.draft_topk,
+        "draft_markov_topk": config.draft_markov_topk,
         "draft_sample_method": config.draft_sample_method,
         "temperature": args.temperature,
         "outputs": config.outputs,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .chat import render_chat
-from .options import add_implementation
+from .options import add_implementation, add_markov_topk, with_continuations
 from .text import TextStream, load_tokenizer, read_stop_ids
 
 MARKS = {"color": ("\x1b[32m", "\x1b[0m"), "brackets": ("⟦", "⟧"), "none": ("", "")}
@@ -31,7 +31,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--draft-topk", type=int, metavar="K", help="candidates per draft step (default: all)")
+    add_markov_topk(parser)
     add_implementation(parser)
+    parser.add_argument("--rule", default="token", help="verification: token, block or target_only (default: token)")
     parser.add_argument("--num-speculative-tokens", type=int, metavar="S", help="default: the checkpoint's")
     parser.add_argument("--min-confidence", type=float, metavar="C", help="verify a draft up to this confidence")
     parser.add_argument("--top-k", type=int, metavar="K", help="restrict the target to its K likeliest tokens")
@@ -60,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--prompt: found {args.prompt!r}, expected text of at least one token")
     target = dspark_jax.load_target(args.target, dtype=args.dtype)
     drafter = dspark_jax.load_drafter(args.checkpoint, dtype=args.dtype, target=args.target)
+    if args.draft_markov_topk:
+        head = with_continuations(drafter.head, args.checkpoint, args.draft_markov_topk)
+        drafter = dspark_jax.Drafter(drafter.backbone, head)
     shared: dict[str, Any] = {
         "max_new_tokens": args.max_new_tokens,
         "stop_ids": None if args.ignore_eos else read_stop_ids(args.target),
@@ -72,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         shared["target_filter"] = dspark_jax.TargetFilter(top_k=args.top_k, top_p=args.top_p)
     options = {
         "draft_topk": args.draft_topk,
+        "draft_markov_topk": args.draft_markov_topk,
+        "rule": args.rule,
         "num_speculative_tokens": args.num_speculative_tokens,
         "min_confidence": args.min_confidence,
         "implementation": args.implementation,

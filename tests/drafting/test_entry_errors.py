@@ -25,7 +25,6 @@ HIDDEN_CASES = [
     ("head: found 'dict', expected a DSparkHead", {"head": {}}),
     (r"hidden.shape: found \(3, 4\), expected \[B, S, H\]", {"hidden": HIDDEN[..., 0]}),
     (r"hidden.shape: found \(3, 4, 11\), expected \[B, S, H\] = \[any, any, 12\]", {"hidden": HIDDEN[..., 1:]}),
-    (r"hidden.shape: found \(0, 4, 12\)", {"hidden": HIDDEN[:0], "anchors": ANCHORS[:0]}),
     (r"hidden.shape: found \(3, 0, 12\)", {"hidden": HIDDEN[:, :0]}),
     ("hidden.dtype: found 'int64', expected a float dtype", {"hidden": HIDDEN.astype(np.int64)}),
     ("hidden.dtype: found 'bool'", {"hidden": HIDDEN > 0}),
