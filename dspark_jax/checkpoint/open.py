@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 
 from ..config import DSparkConfig
 from ..json_files import read_config
@@ -115,7 +116,7 @@ class Checkpoint:
             raise KeyError(f"{self.path}: no tensor {name}")
         return self.tensors[name].array()
 
-    def draft_to_target(self) -> np.ndarray | None:
+    def draft_to_target(self) -> Int32[np.ndarray, " Vd"] | None:
         """Return the target id of each draft id, int32 [Vd], or None where the two vocabularies are the same.
 
         Raises:
@@ -142,7 +143,7 @@ class Checkpoint:
             raise ValueError(f"{self.path}: {_listed(problems)}")
 
 
-def read_draft_to_target(tensors: Mapping[str, Tensor], vocab_size: Any) -> np.ndarray | None:
+def read_draft_to_target(tensors: Mapping[str, Tensor], vocab_size: Any) -> Int32[np.ndarray, " Vd"] | None:
     """Read `d2t`, which holds offsets (draft id d stands for target id d + d2t[d]), as absolute int32 ids."""
     if D2T not in tensors:
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import BFloat16, Float32, Shaped
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 GROUP = 32  # columns of one FP4 scale
@@ -31,7 +32,7 @@ def block_size(name: str, shape: Shape, scale: Shape, stated: int | None = None)
     raise ValueError(f"{name}: found scale shape {list(scale)}, expected one scale per block of weight {list(shape)}")
 
 
-def scales(name: str, exponents: np.ndarray) -> np.ndarray:
+def scales(name: str, exponents: Shaped[np.ndarray, "rows groups"]) -> Float32[np.ndarray, "rows groups"]:
     """Decode E8M0 exponents (as float8_e8m0fnu or their bytes) to float32 powers of two; 255 is NaN and refused."""
     bits = exponents.view(np.uint8)
     if (bits == 255).any():
@@ -39,7 +40,13 @@ def scales(name: str, exponents: np.ndarray) -> np.ndarray:
     return np.ldexp(np.float32(1), bits.astype(np.int32) - 127)
 
 
-def fp8_rows(name: str, weight: np.ndarray, scale: np.ndarray, block: int, first: int = 0) -> np.ndarray:
+def fp8_rows(
+    name: str,
+    weight: Shaped[np.ndarray, "n columns"],
+    scale: Shaped[np.ndarray, "blocks groups"],
+    block: int,
+    first: int = 0,
+) -> BFloat16[np.ndarray, "n columns"]:
     """Decode rows of an FP8 weight.
 
     Args:
@@ -58,7 +65,9 @@ def fp8_rows(name: str, weight: np.ndarray, scale: np.ndarray, block: int, first
     return (weight.astype(np.float32) * wide[rows - rows[0] if len(rows) else rows]).astype(BF16)
 
 
-def fp4_rows(name: str, packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def fp4_rows(
+    name: str, packed: Shaped[np.ndarray, "n columns/2"], scale: Shaped[np.ndarray, "n columns/32"]
+) -> BFloat16[np.ndarray, "n columns"]:
     """Decode rows of a packed FP4 weight.
 
     Args:
