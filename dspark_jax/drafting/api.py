@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from numpy.typing import ArrayLike
 
 from ..coerce import coerce_ids, coerce_sampling
 from ..config import DraftOptions
@@ -70,8 +71,8 @@ _LOGITS = Program(from_logits, static=("options",))
 
 def draft_block(
     head: DSparkHead,
-    hidden: Any,
-    anchor_ids: Any,
+    hidden: ArrayLike,
+    anchor_ids: ArrayLike,
     *,
     sampling: DraftSampling | None = None,
     topk: int | None = None,
@@ -121,10 +122,10 @@ def draft_block(
 
 def draft_from_logits(
     head: DSparkHead,
-    base_logits: Any,
-    anchor_ids: Any,
+    base_logits: ArrayLike,
+    anchor_ids: ArrayLike,
     *,
-    hidden: Any = None,
+    hidden: ArrayLike | None = None,
     sampling: DraftSampling | None = None,
     topk: int | None = None,
     outputs: str = "tokens",
@@ -162,8 +163,8 @@ def _teacher_forced(head: DSparkHead, hidden: Hidden, prev: Tokens, *, axes: Mes
 
 def teacher_forced_logits(
     head: DSparkHead,
-    hidden: Any,
-    prev_ids: Any,
+    hidden: ArrayLike,
+    prev_ids: ArrayLike,
     *,
     batch_axes: tuple[str, ...] | None = None,
     vocab_axis: str | None = None,

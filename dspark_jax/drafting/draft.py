@@ -82,11 +82,11 @@ def draft(
         pass
     elif outputs == "candidates":
         fields = {"candidate_ids": ids, "candidate_logits": corrected}
-    elif outputs == "logits" and topk is None:
+    elif ids is None:  # rows of the whole draft vocabulary
         fields = {"logits": _to_target_columns(head, corrected, options.vocab_axis)}
-    elif outputs == "logits" and buffer is not None:
+    elif buffer is not None:
         buffer = candidates.refill(buffer, V, ids, corrected, sparse=sparse, axis=options.vocab_axis)
-    elif outputs == "logits":
+    else:
         width, columns = candidates.own_columns(V, ids, options.vocab_axis)
         empty = jnp.full((S, B, width), -jnp.inf, options.logits_dtype)
         sparse = sparse or options.vocab_axis is not None

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
+from numpy.typing import ArrayLike
 
 from ..checks import check_int, invalid
 from ..coerce import coerce_floats, coerce_ids, coerce_sampling
-from ..config import DraftOptions
+from ..config import DraftOptions, DSparkConfig
 from ..sharding.axes import find_axes
 from ..sharding.run import check_even, over_mesh
 from ..transformer.backbone import Backbone
@@ -42,7 +43,7 @@ class Drafter(nnx.Module):
         self.backbone, self.head = backbone, head
 
     @property
-    def config(self) -> Any:
+    def config(self) -> DSparkConfig:
         """The drafter's DSparkConfig."""
         return self.head.config
 
@@ -56,7 +57,7 @@ class Drafter(nnx.Module):
         return self.backbone.make_cache(batch, capacity)
 
     def extend(
-        self, cache: ContextCache, features: Any, lengths: Any, *, batch_axes: tuple[str, ...] | None = None
+        self, cache: ContextCache, features: ArrayLike, lengths: ArrayLike, *, batch_axes: tuple[str, ...] | None = None
     ) -> ContextCache:
         """Append context without drafting, in one jitted call that donates the cache (a long prompt, say).
 
@@ -74,9 +75,9 @@ class Drafter(nnx.Module):
     def propose(
         self,
         cache: ContextCache,
-        features: Any,
-        anchor_ids: Any,
-        positions: Any,
+        features: ArrayLike,
+        anchor_ids: ArrayLike,
+        positions: ArrayLike,
         sampling: DraftSampling | None = None,
         *,
         num_steps: int | None = None,
@@ -141,7 +142,7 @@ class Drafter(nnx.Module):
         """Return the confidence threshold as a float32 scalar, or None."""
         return check_threshold(self.head, min_confidence, has_hidden=True)
 
-    def _features(self, cache: ContextCache, features: Any) -> Features:
+    def _features(self, cache: ContextCache, features: ArrayLike) -> Features:
         batch, width = cache.lengths.shape[0], self.backbone.feature_size
         return coerce_floats("features", features, (batch, None, width), "[B, F, T * Ht]", self.backbone.dtype)
 

@@ -89,14 +89,15 @@ def block_specs(
     head: DSparkHead, options: DraftOptions, sampling: Any, *, has_hidden: bool, buffered: bool = False
 ) -> tuple[DraftBlock, DraftBuffer | None]:
     """Return where the parts of a drafted block and of its buffer lie."""
-    rows, V = P(options.batch_axes), head.config.vocab_size
-    steps = P(None, options.batch_axes)
+    V = head.config.vocab_size
+    rows: Any = P(options.batch_axes)  # specs stand where arrays will
+    steps: Any = P(None, options.batch_axes)
     axis = columns = options.vocab_axis
     if axis is not None and not (keeps_split(head) if options.topk is None else V % size_of((axis,)) == 0):
         columns = None
-    logits = P(None, options.batch_axes, columns)
+    logits: Any = P(None, options.batch_axes, columns)
     candidates = steps if options.outputs == "candidates" else None
-    block: Any = DraftBlock(
+    block = DraftBlock(
         tokens=rows,
         num_draft=rows,
         valid=rows,
@@ -106,8 +107,8 @@ def block_specs(
         candidate_logits=candidates,
         certified=rows if certifies(head, sampling) and (options.topk is None or axis is None) else None,
         method="greedy" if sampling is None else "probabilistic",
-    )  # type: ignore[arg-type]  # specs stand where arrays will
-    return block, DraftBuffer(logits, steps) if buffered else None  # type: ignore[arg-type]  # as above
+    )
+    return block, DraftBuffer(logits, steps) if buffered else None
 
 
 def draft_over_mesh(

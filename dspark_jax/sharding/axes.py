@@ -112,7 +112,7 @@ def _axes_at(array: Any, axis: int) -> tuple[str, ...]:
     """Return the mesh axes that visibly split one axis of an array."""
     sharding = jax.typeof(array).sharding if isinstance(array, Tracer) else getattr(array, "sharding", None)
     spec = tuple(getattr(sharding, "spec", ()))
-    entry = spec[axis] if axis < len(spec) else None
+    entry: Any = spec[axis] if axis < len(spec) else None
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(name for name in entry if isinstance(name, str))
