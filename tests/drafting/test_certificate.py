@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import KINDS, build_head, make_head, make_inputs, make_weights
+from safetensors.numpy import load_file
 
-from dspark_jax import DraftSampling, draft_block, draft_from_logits
+from dspark_jax import DraftSampling, draft_block, draft_from_logits, load_head
 
 N = 4096  # steps at a time
 # V, r, k, m, dtype of the weights, dtype of the logits
@@ -126,3 +127,22 @@ def test_broken_rows_prove_nothing():
     block = draft_from_logits(head, base, [1, 2, 3], topk=5, markov_topk=4)
     assert not np.asarray(block.certified)[[0, 1], 0].any()
     assert not np.asarray(block.valid)[[0, 1]].any()
+
+
+def test_recorded_rounds_of_the_bundled_drafter(checkpoints, goldens):
+    """Budgets whose steps are proven on the recorded rounds; the dense argmax is found in all of them."""
+    head = load_head(checkpoints / "dspark-vanilla", dtype="float32", target=checkpoints / "target")
+    head = head.with_continuations(64)
+    files = [load_file(path) for path in sorted((goldens / "rounds" / "vanilla").glob("*.safetensors"))]
+    rounds = [(f, f"round{i}.") for f in files for i in range(9) if f"round{i}.base_logits" in f]
+    base = np.stack([f[name + "base_logits"] for f, name in rounds], axis=1)
+    anchors = np.array([f[name + "draft_input_ids"][0] for f, name in rounds])
+    recorded = np.stack([f[name + "tokens"] for f, name in rounds])
+    for k, m, share in ((64, 64, 0.96 * 0.97), (64, 0, 0.3)):
+        block = draft_from_logits(head, base, anchors, topk=k, markov_topk=m)
+        proof, tokens = np.asarray(block.certified), np.asarray(block.tokens)
+        assert proof.mean() >= share
+        # Certified from the first step on, the draft is the dense one.
+        np.testing.assert_array_equal(tokens[proof.cumprod(axis=1) > 0], recorded[proof.cumprod(axis=1) > 0])
+        if m:
+            np.testing.assert_array_equal(tokens, recorded)
