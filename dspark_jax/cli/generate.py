@@ -34,7 +34,10 @@ def add_parser(subparsers: Any) -> None:
     add_markov_topk(parser)
     add_implementation(parser)
     parser.add_argument("--rule", default="token", help="verification: token, block or target_only (default: token)")
-    parser.add_argument("--num-speculative-tokens", type=int, metavar="S", help="default: the checkpoint's")
+    parser.add_argument(
+        "--num-speculative-tokens", type=_length, metavar="S",
+        help="a number (default: the checkpoint's), or auto: draft only where that is faster than plain decoding",
+    )  # fmt: skip
     parser.add_argument("--min-confidence", type=float, metavar="C", help="verify a draft up to this confidence")
     parser.add_argument("--top-k", type=int, metavar="K", help="restrict the target to its K likeliest tokens")
     parser.add_argument("--top-p", type=float, metavar="P", help="restrict the target to this mass")
@@ -100,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
     if not rounds:
         print("\n1 token, written by the prefill: nothing was drafted")
         return 0
-    most = 1 + (args.num_speculative_tokens or drafter.config.max_steps)
+    chosen = args.num_speculative_tokens
+    most = 1 + (chosen if isinstance(chosen, int) else drafter.config.max_steps)
     speed = _speed(rounds)
     print(
         f"\n{sum(len(_new_tokens(e)) for e in events)} tokens, {len(rounds)} rounds: acceptance length "
@@ -117,6 +121,10 @@ def run(args: argparse.Namespace) -> int:
             line += ", same text" if same else ", other text (rounding; --dtype float32 rounds less)"
         print(line)
     return 0
+
+
+def _length(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _new_tokens(event: Any) -> list[int]:

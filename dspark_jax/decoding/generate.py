@@ -18,6 +18,7 @@ from ..transformer.target import Target
 from ..types import DraftSampling
 from ..verification.filter import TargetFilter
 from . import loop
+from .auto import absorb, make_pacer
 from .inputs import as_prompts, prepare_options, start, stop_sets
 from .processors import LogitsProcessor
 
@@ -34,6 +35,7 @@ class RoundEvent:
         finish_reason: B entries, why a request ended in this round: "length", "stop", "invalid" (the target gave NaN or
             no finite value), or None for one that goes on or had ended before.
         seconds: wall time of the round.
+        length: S of a drafted round, 0 of a plain one.
     """
 
     tokens: Int32[np.ndarray, "B R"]
@@ -46,6 +48,7 @@ class RoundEvent:
     seconds: float
     logprobs: np.ndarray | None = None
     raw_logprobs: np.ndarray | None = None
+    length: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +61,9 @@ class Generated:
         active: bool [R, B], the requests that took part in each round; the arrays below mean nothing elsewhere.
         num_draft, num_accepted: int32 [R, B], verified and accepted drafts.
         committed: int32 [R, B], tokens a round gave, before the last round was cut to max_new_tokens.
-        confidence_logits: float32 [R, B, S] before the sigmoid, or None: with num_draft and num_accepted the records
-            that calibration is fitted on.
+        lengths: int32 [R], S of drafted rounds and 0 of plain ones.
+        confidence_logits: float32 [R, B, S] before the sigmoid (NaN in plain rounds), or None: with num_draft and
+            num_accepted the records that calibration is fitted on.
         prefill_seconds, decode_seconds: wall time, compilation included.
     """
 
@@ -70,6 +74,7 @@ class Generated:
     num_accepted: Int32[np.ndarray, "R B"]
     committed: Int32[np.ndarray, "R B"]
     confidence_logits: Float32[np.ndarray, "R B S"] | None
+    lengths: Int32[np.ndarray, " R"]
     prefill_seconds: float
     decode_seconds: float
 
@@ -100,7 +105,11 @@ def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence
     def stacked(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.stack([getattr(e, name) for e in rounds]) if rounds else np.zeros((0, *shape), dtype)
 
-    with_confidence = bool(rounds) and rounds[0].confidence_logits is not None
+    known = [e.confidence_logits.shape for e in rounds if e.confidence_logits is not None]
+    confidence = [
+        np.full(known[0], np.nan, np.float32) if e.confidence_logits is None else e.confidence_logits
+        for e in (rounds if known else ())
+    ]
     return Generated(
         tokens=tokens,
         finish_reason=reasons,
@@ -108,7 +117,8 @@ def generate(target: Target, drafter: Drafter | None, prompts: Sequence[Sequence
         num_draft=stacked("num_draft", (batch,), np.int32),
         num_accepted=stacked("num_accepted", (batch,), np.int32),
         committed=stacked("committed", (batch,), np.int32),
-        confidence_logits=stacked("confidence_logits", (batch, 0), np.float32) if with_confidence else None,
+        confidence_logits=np.stack(confidence) if known else None,
+        lengths=stacked("length", (), np.int32).astype(np.int32),
         prefill_seconds=first.seconds,
         decode_seconds=sum(e.seconds for e in rounds),
     )
@@ -122,7 +132,7 @@ def stream(
     sampling: DraftSampling | None = None,
     draft_topk: int | None = None,
     max_new_tokens: int | Sequence[int] | None = 128,
-    num_speculative_tokens: int | None = None,
+    num_speculative_tokens: int | str | Sequence[int] | None = None,
     draft_sample_method: str | None = None,
     logits_dtype: Any = None,
     min_confidence: float | None = None,
@@ -146,7 +156,8 @@ def stream(
         draft_topk: k candidates per draft step; None drafts from the whole vocabulary.
         draft_markov_topk: m continuations of the previous token beside them (Drafter.with_continuations), 0 for none.
         max_new_tokens: per request, or one number for all; None writes until a stop token or the end of the cache.
-        num_speculative_tokens: S; None takes the checkpoint's.
+        num_speculative_tokens: S; None takes the checkpoint's; "auto" drafts only in rounds where that is expected to
+            be faster than plain decoding (auto.py); recorded lengths (Generated.lengths) repeat what "auto" did.
         draft_sample_method: "greedy" or "probabilistic" drafts; None follows `sampling`.
         logits_dtype, min_confidence, implementation: as in draft_block.
         scheduler: decides how many steps of each block are verified: a pytree called as scheduler(block, active [B])
@@ -163,9 +174,11 @@ def stream(
             together, or a wrong option; the message names the field, the value and what was expected.
     """
     prompts = as_prompts(prompts)
+    replayed = drafter is not None and num_speculative_tokens is not None and np.ndim(num_speculative_tokens) > 0
+    paced = replayed or (isinstance(num_speculative_tokens, str) and num_speculative_tokens == "auto")
     options, threshold = prepare_options(
         target, drafter, sampled=sampling is not None, draft_topk=draft_topk, logits_dtype=logits_dtype, rule=rule,
-        num_speculative_tokens=num_speculative_tokens, draft_sample_method=draft_sample_method,
+        num_speculative_tokens=None if paced else num_speculative_tokens, draft_sample_method=draft_sample_method,
         min_confidence=min_confidence, implementation=implementation, draft_markov_topk=draft_markov_topk,
         processor=processor, logprobs=logprobs,
     )  # fmt: skip
@@ -177,23 +190,33 @@ def stream(
     first, still_active, left = jax.device_get((first, state.active, state.remaining))
     stops = stop_sets(stop_ids, batch)
     yield _event(first, active, still_active, left, stops, time.perf_counter() - clock)
+    pacer, pending = None, 0  # positions behind the end of the drafter's context
+    if paced and drafter is not None and still_active.any():
+        pacer = make_pacer(num_speculative_tokens, target, drafter, state, threshold, scheduler, options)
     while (active := still_active).any():
         clock = time.perf_counter()
-        if drafter is None:
+        length = 0 if options.draft is None else options.draft.num_steps if pacer is None else pacer.next_length()
+        if drafter is None or not length:
+            if drafter is not None and pending == state.features.shape[1]:
+                state, pending = absorb(drafter.backbone, state), 0
             state, done = loop.plain_round(target, state, options=options)
         else:
             state, done = loop.speculative_round(target, drafter, state, threshold, scheduler, options=options)
         done, still_active, left = jax.device_get((done, state.active, state.remaining))
-        yield _event(done, active, still_active, left, stops, time.perf_counter() - clock)
+        pending = int(done.committed.max()) if length else pending + 1
+        if pacer is not None:
+            pacer.record(length, done.committed, active)
+        yield _event(done, active, still_active, left, stops, time.perf_counter() - clock, length)
 
 
 def _event(
-    done: loop.Round, before: np.ndarray, after: np.ndarray, left: np.ndarray, stops: list[set[int]], seconds: float
-) -> RoundEvent:
+    done: loop.Round, before: np.ndarray, after: np.ndarray, left: np.ndarray, stops: list[set[int]], seconds: float,
+    length: int = 0,
+) -> RoundEvent:  # fmt: skip
     """Return a round as the host sees it; before and after are the active requests, bool [B]."""
     fields = {field.name: getattr(done, field.name) for field in dataclasses.fields(done)}
     reasons = _finish_reasons(fields["tokens"], before, after, left, stops)
-    return RoundEvent(**fields, active=before, finish_reason=reasons, seconds=seconds)
+    return RoundEvent(**fields, active=before, finish_reason=reasons, seconds=seconds, length=length)
 
 
 def _finish_reasons(

@@ -207,8 +207,18 @@ def speculative_round(
 
 @partial(jax.jit, static_argnames=("options",), donate_argnames=("state",))
 def plain_round(target: Target, state: DecodeState, *, options: LoopOptions) -> tuple[DecodeState, Round]:
-    """Commit one token per request by the target alone: the baseline."""
-    hidden, _, cache = target.forward(state.anchor[:, None], state.position, state.target_cache, ())
+    """Commit one token per request by the target alone: the baseline.
+
+    In a state with a drafter's context the taps are kept for it (see auto.py): `features` must have a free row, so
+    fewer than S+1 positions may stand behind the context's end.
+    """
+    taps = () if state.features is None else options.taps
+    hidden, tapped, cache = target.forward(state.anchor[:, None], state.position, state.target_cache, taps)
+    if state.features is not None:
+        assert state.context is not None
+        where = (jnp.arange(tapped.shape[0], dtype=jnp.int32), state.position - state.context.lengths)
+        features = state.features.at[where].set(tapped[:, 0].astype(state.features.dtype), mode="drop")
+        state = dataclasses.replace(state, features=features)
     draw = DraftSampling(state.temperature, state.seed, state.position + 1)
     state, tokens, extra = _one_token(
         dataclasses.replace(state, target_cache=cache), target.logits(hidden[:, 0]), draw, options

@@ -74,6 +74,7 @@ def p_value(table, expected):
 CASES = {  # temperature, calls of 16384 requests, options, fields of the drafter's config
     "candidates": (0.6, 25, {"draft_topk": 2}, {}),
     "dense, confidence threshold": (1.0, 7, {"min_confidence": 0.3}, {}),
+    "plain round, then drafted": (1.0, 7, {"num_speculative_tokens": [0, 3, 3]}, {}),
     "greedy draft": (1.5, 7, {"draft_sample_method": "greedy"}, {}),
     "target only, slot 0 dropped": (
         1.0,
