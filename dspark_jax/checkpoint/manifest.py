@@ -51,6 +51,11 @@ def read_manifest(path: str) -> dict[str, Any]:
     return manifest
 
 
+def _object(value: Any) -> dict[str, Any]:
+    """Return a JSON object, or an empty one where there is something else."""
+    return value if isinstance(value, dict) else {}
+
+
 def changed_json(path: str, manifest: dict[str, Any], config: dict[str, Any]) -> list[str]:
     """Return one sentence per JSON file of a result that is not what the conversion wrote.
 
@@ -60,13 +65,13 @@ def changed_json(path: str, manifest: dict[str, Any], config: dict[str, Any]) ->
     problems = []
     if manifest.get("digest") != manifest_digest(manifest):
         problems.append(f"{MANIFEST}: is not what the conversion wrote (digest)")
-    written = manifest.get("json") if isinstance(manifest.get("json"), dict) else {}
+    written = _object(manifest.get("json"))
     for name in JSON_FILES:
         if has(path, name) != (name in written):
             problems.append(f"{name}: {'not written by the conversion' if has(path, name) else 'missing'}")
         elif has(path, name) and file_digest(path, name) != written[name]:
             problems.append(f"{name}: is not what the conversion wrote (digest)")
-    stated = manifest.get("config") if isinstance(manifest.get("config"), dict) else {}
+    stated = _object(manifest.get("config"))
     for key in sorted({*config, *stated}):
         if key not in config or key not in stated or config[key] != stated[key]:
             found, wanted = (str(place.get(key, "nothing"))[:80] for place in (config, stated))

@@ -111,7 +111,7 @@ def start(
     options: LoopOptions,
     *,
     sampling: DraftSampling | None = None,
-    max_new_tokens: ArrayLike = 128,
+    max_new_tokens: ArrayLike | None = 128,
     stop_ids: ArrayLike | None = None,
     target_filter: TargetFilter | None = None,
     capacity: int | None = None,
