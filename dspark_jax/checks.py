@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import numbers
 
+import ml_dtypes
+import numpy as np
+
+# The float dtypes of weights and logits, and what they hold without subnormal numbers.
 DTYPES = ("float32", "bfloat16", "float16")
-LARGEST, SMALLEST = 3.4e38, 1.2e-38  # of float32, without subnormal numbers
+LARGEST = {name: float(ml_dtypes.finfo(np.dtype(name)).max) for name in DTYPES}
+SMALLEST = {name: float(ml_dtypes.finfo(np.dtype(name)).smallest_normal) for name in DTYPES}
 
 
 def invalid(field: str, found: object, expected: str) -> ValueError:
@@ -19,7 +24,7 @@ def check_int(field: str, value: object, low: int, high: int | None = None) -> i
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise invalid(field, value, bound)
     try:
-        number = int(value.__index__())  # type: ignore[attr-defined]
+        number = int(value.__index__())  # type: ignore[attr-defined]  # looked for above
     except TypeError:  # an array of several numbers, or a traced one
         raise invalid(field, value, bound) from None
     if number < low or (high is not None and number > high):
@@ -37,7 +42,7 @@ def check_bool(field: str, value: object) -> bool:
 def check_float(field: str, value: object, *, above: float, expected: str) -> float:
     """Return `value` as a float greater than `above`, of a size that float32 holds at full precision."""
     number = _real(value)
-    if not -LARGEST <= number <= LARGEST or number <= above or 0 < abs(number) < SMALLEST:
+    if abs(number) > LARGEST["float32"] or number <= above or 0 < abs(number) < SMALLEST["float32"] or number != number:
         raise invalid(field, value, expected)
     return number
 

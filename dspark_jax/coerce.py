@@ -36,7 +36,7 @@ def as_array(field: str, value: Any) -> np.ndarray | jax.Array:
 def cast(array: Any, dtype: Any) -> jax.Array:
     """Return a JAX array of exactly `dtype`, without a weak type; abstract arrays stay abstract."""
     if isinstance(array, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)  # type: ignore[return-value]
+        return jax.ShapeDtypeStruct(array.shape, dtype, sharding=array.sharding)  # type: ignore[return-value]  # as above
     return jnp.asarray(array, dtype=dtype)
 
 
@@ -112,7 +112,7 @@ def coerce_sampling(sampling: Any, batch: int) -> DraftSampling:
     if not any(jnp.issubdtype(temperature.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise invalid("sampling.temperature.dtype", str(temperature.dtype), "a float dtype")
     if isinstance(temperature, np.ndarray):
-        if not (np.abs(temperature.astype(np.float64)) <= LARGEST).all():
+        if not (np.abs(temperature.astype(np.float64)) <= LARGEST["float32"]).all():
             raise invalid("sampling.temperature", temperature.tolist(), "finite numbers that float32 holds")
         temperature = temperature.astype(np.float32)
     if temperature.ndim == 0 and isinstance(temperature, np.ndarray):

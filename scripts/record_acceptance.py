@@ -40,7 +40,7 @@ def record(
     sampling = None
     if temperature > 0:
         seeds = seed + np.arange(len(batch))
-        sampling = DraftSampling(np.full(len(batch), temperature), seeds, np.zeros(len(batch), int))  # type: ignore[arg-type]
+        sampling = DraftSampling(np.full(len(batch), temperature), seeds, np.zeros(len(batch), int))
     out = generate(target, drafter, batch, sampling=sampling, max_new_tokens=max_new_tokens)
     if out.confidence_logits is None:
         raise ValueError("drafter: found no confidence head, expected one to record")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checks import DTYPES, dtype_name, invalid
+from ..checks import DTYPES, LARGEST, dtype_name, invalid
 
 CHUNK = 1 << 24  # elements looked at or converted at once: no second copy of a large tensor is made
 
@@ -90,7 +90,7 @@ class WeightReader:
     def _values(self, array: np.ndarray) -> str | None:
         """Say what is wrong with the numbers: exporters mark weights that were never written with NaN."""
         flat, narrow = array.reshape(-1), self.dtype == np.float16 and array.dtype != np.float16
-        top = float(np.finfo(np.float16).max)
+        top = LARGEST["float16"]
         for start in range(0, flat.size, CHUNK):
             part = flat[start : start + CHUNK]
             if np.isnan(part).any():

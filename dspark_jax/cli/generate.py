@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature: found {args.temperature}, expected a number >= 0")
     if args.temperature != 0:
-        shared["sampling"] = dspark_jax.DraftSampling([args.temperature], [args.seed], [0])  # type: ignore[arg-type]
+        shared["sampling"] = dspark_jax.DraftSampling([args.temperature], [args.seed], [0])
     if args.top_k is not None or args.top_p is not None:
         shared["target_filter"] = dspark_jax.TargetFilter(top_k=args.top_k, top_p=args.top_p)
     options = {

@@ -232,4 +232,4 @@ def _finish_reasons(
 
 
 # `generate` hands its options on; tools and readers see those of `stream`.
-generate.__signature__ = inspect.signature(stream).replace(return_annotation=Generated)  # type: ignore[attr-defined]
+generate.__signature__ = inspect.signature(stream).replace(return_annotation=Generated)  # type: ignore[attr-defined]  # read by inspect

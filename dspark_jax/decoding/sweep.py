@@ -117,7 +117,7 @@ def measure(
             if temperature > 0:
                 numbers = np.arange(asked, asked + len(batch), dtype=np.uint32)
                 flat = np.full(len(batch), temperature, np.float32)
-                draw = DraftSampling(flat, numbers, np.zeros(len(batch), np.int32))  # type: ignore[arg-type]
+                draw = DraftSampling(flat, numbers, np.zeros(len(batch), np.int32))
             asked += len(batch)
             prompts = [history for _, history, _ in batch]
             out = generate(

@@ -26,8 +26,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from .. import noise
 from ..config import DraftOptions
-from ..kernels.keys import to_keys
 from ..linear import gather_rows, round_to
+from ..ordered_keys import to_keys
 from ..types import (
     CandidateIds,
     CandidateLogits,

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int32, Num, UInt
 
-from .keys import key_dtype, to_keys
+from ..ordered_keys import key_dtype, to_keys
 from .triton import load, pallas_call, power_of_two, store
 
 GROUP = 16  # columns per group: one 32-byte sector of half-precision values

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, Num, UInt
 
+from ..ordered_keys import key_dtype, to_keys, to_values
 from ..types import Floats
 from . import dispatch, pick
-from .keys import key_dtype, to_keys, to_values
 
 Picked = tuple[UInt[Array, "R k"], Int32[Array, "R k"]]  # keys and column ids
 Selected = tuple[Float[Array, "R k"], Int32[Array, "R k"]]  # values and column ids

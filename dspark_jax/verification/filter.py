@@ -12,15 +12,13 @@ from functools import reduce
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
+from ..checks import LARGEST
 from ..noise import canonical, safe_temperature
-from ..types import Bools, Floats, Ints, Words
-
-LARGEST = float(jnp.finfo(jnp.float32).max)
-_SIGN = np.uint32(1 << 31)
+from ..ordered_keys import to_keys, to_values
+from ..types import Bools, Ints, Words
 
 Values = Float32[Array, "*rows n"]  # tempered logits, or weights made of them
 PerRow = Float32[Array, "*rows 1"]
@@ -78,7 +76,7 @@ def temper(
     if allowed is not None:
         values = jnp.where(allowed, values, -jnp.inf)
     # Overflow and +inf become the largest finite value, which keeps differences of values free of NaN.
-    return canonical(jnp.minimum(values / safe_temperature(temperature), LARGEST))
+    return canonical(jnp.minimum(values / safe_temperature(temperature), LARGEST["float32"]))
 
 
 def summarise(values: Values, target_filter: TargetFilter | None = None) -> RowSummary:
@@ -151,22 +149,12 @@ def _largest_reaching(
     It fixes one bit after the other of an integer key in the order of the values. The total only changes at values that
     are present, so the answer is one of them.
     """
-    keys = _ordered_key(values)
+    keys = to_keys(values)
 
     def try_bit(i: Ints | int, found: Words) -> Words:
-        trial = found | (_SIGN >> jnp.asarray(i, jnp.uint32))  # a Python number under disable_jit
+        trial = found | (jnp.uint32(1 << 31) >> jnp.asarray(i, jnp.uint32))  # a Python number under disable_jit
         return jnp.where(total(keys >= trial) >= need, trial, found)
 
-    return _value_of_key(lax.fori_loop(0, 32, try_bit, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32)))
-
-
-def _ordered_key(values: Floats) -> Words:
-    """Map float32 to uint32 in the same order (the usual flip of sign and mantissa)."""
-    bits = lax.bitcast_convert_type(values, jnp.uint32)
-    return jnp.where(bits >= _SIGN, ~bits, bits | _SIGN)
-
-
-def _value_of_key(key: Words) -> Floats:
-    """Invert `_ordered_key`; keys below that of -inf give -inf."""
-    value = lax.bitcast_convert_type(jnp.where(key >= _SIGN, key ^ _SIGN, ~key), jnp.float32)
-    return jnp.where(key <= np.uint32(0x007FFFFF), -jnp.inf, value)
+    found = lax.fori_loop(0, 32, try_bit, jnp.zeros((*keys.shape[:-1], 1), jnp.uint32))
+    lowest = to_keys(jnp.full((), -jnp.inf, jnp.float32))
+    return jnp.where(found <= lowest, -jnp.inf, to_values(found, jnp.float32))

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 
 from dspark_jax.kernels import dense_step as step
 from dspark_jax.kernels import pick, walk
-from dspark_jax.kernels.keys import to_keys
 from dspark_jax.kernels.summary import Score
+from dspark_jax.ordered_keys import to_keys
 
 NAMES = {
     "float32": "f32",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_jax.kernels import pick, select
-from dspark_jax.kernels.keys import to_keys, to_values
+from dspark_jax.ordered_keys import to_keys, to_values
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMS = {

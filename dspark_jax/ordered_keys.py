@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..types import Floats, Keys
+from .types import Floats, Keys
 
 
 def key_dtype(dtype: Any) -> Any:
