@@ -195,9 +195,10 @@ def stream(
         pacer = make_pacer(num_speculative_tokens, target, drafter, state, threshold, scheduler, options)
     while (active := still_active).any():
         clock = time.perf_counter()
-        length = 0 if options.draft is None else options.draft.num_steps if pacer is None else pacer.next_length()
+        most = 0 if options.draft is None else options.draft.num_steps or 0
+        length = most if pacer is None else pacer.next_length()
         if drafter is None or not length:
-            if drafter is not None and pending == state.features.shape[1]:
+            if drafter is not None and state.features is not None and pending == state.features.shape[1]:
                 state, pending = absorb(drafter.backbone, state), 0
             state, done = loop.plain_round(target, state, options=options)
         else:

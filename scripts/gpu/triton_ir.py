@@ -33,7 +33,7 @@ class Value(NamedTuple):
 
     data: Any
     undefined: Any = np.False_
-    buffer: Buffer | None = None
+    buffer: Any = None  # a Buffer
 
 
 class Kernel(NamedTuple):
@@ -41,7 +41,7 @@ class Kernel(NamedTuple):
 
     name: str
     code: bytes
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     aliases: dict[int, int]
 
 
@@ -64,6 +64,7 @@ def find_kernels(function: Callable[..., Any], *shapes: Any) -> list[Kernel]:
                     found.append(Kernel(ir.StringAttr(config["name"]).value, code, grid, aliases))
                 visit(op.operation)
 
+    assert module is not None
     visit(module.operation)
     return found
 
@@ -142,7 +143,7 @@ def compare_floats(predicate: int, a: Any, b: Any) -> Any:
 class Machine:
     """Runs blocks of operations; values are found by the operation result or block argument that made them."""
 
-    def __init__(self, grid: tuple[int, int, int]) -> None:
+    def __init__(self, grid: tuple[int, ...]) -> None:
         self.grid, self.programs = grid, int(np.prod(grid))
         self.values: dict[Any, Value] = {}
 
@@ -213,8 +214,8 @@ class Machine:
             return Value(np.transpose(xs[0].data, order), np.transpose(marks, order) if marks.ndim else marks)
         if name == "tt.dot":
             a, b, c = (np.asarray(x.data) for x in xs)
-            marks = [np.broadcast_to(x.undefined, np.shape(x.data)) for x in xs]
-            dirty = marks[0].any(-1)[..., None] | marks[1].any(-2)[..., None, :] | marks[2]
+            left, right, sums = (np.broadcast_to(np.asarray(x.undefined), np.shape(x.data)) for x in xs)
+            dirty = left.any(-1)[..., None] | right.any(-2)[..., None, :] | sums
             return Value(np.matmul(a.astype(c.dtype), b.astype(c.dtype)) + c, dirty)
         return None
 
@@ -225,7 +226,8 @@ class Machine:
             value = given["value"]
             if shape:
                 dense = ir.DenseElementsAttr(value)
-                made = dense.get_splat_value().value if dense.is_splat else np.asarray(dense)
+                splat: Any = dense.get_splat_value() if dense.is_splat else None
+                made = splat.value if dense.is_splat else np.asarray(dense)
                 return np.broadcast_to(made, (self.programs, *shape)).astype(dtype)
             return np.asarray(value.value).astype(dtype)
         if name == "tt.get_program_id":

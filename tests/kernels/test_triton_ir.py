@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dspark_jax.kernels.keys import to_keys
 from helpers import assert_logits, make_head, make_inputs
 from jax.experimental import pallas as pl
 from kernel_cases import CASES, make_draw, make_rows
@@ -11,7 +12,6 @@ from kernel_cases import CASES, make_draw, make_rows
 from dspark_jax.config import DraftOptions
 from dspark_jax.drafting.steps import in_kernels, in_xla
 from dspark_jax.kernels import dense_step, pick, triton, walk
-from dspark_jax.kernels.keys import to_keys
 from scripts.gpu.triton_ir import find_kernels, run_kernel
 from scripts.gpu.triton_memory import KernelFault
 
