@@ -255,5 +255,5 @@ def replace_rows(state: DecodeState, rows: Any, fresh: DecodeState) -> DecodeSta
 
 
 @partial(jax.jit, donate_argnames=("state",))
-def _replace_rows(state: DecodeState, rows: jax.Array, fresh: DecodeState) -> DecodeState:
+def _replace_rows(state: DecodeState, rows: Int32[Array, " b"], fresh: DecodeState) -> DecodeState:
     return jax.tree.map(lambda old, new: old.at[rows].set(new), state, fresh)
