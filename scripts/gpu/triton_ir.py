@@ -215,7 +215,7 @@ class Machine:
         if name == "tt.dot":
             a, b, c = (np.asarray(x.data) for x in xs)
             left, right, sums = (np.broadcast_to(np.asarray(x.undefined), np.shape(x.data)) for x in xs)
-            dirty = left.any(-1)[..., None] | right.any(-2)[..., None, :] | sums
+            dirty = np.any(left, axis=-1, keepdims=True) | np.any(right, axis=-2, keepdims=True) | sums
             return Value(np.matmul(a.astype(c.dtype), b.astype(c.dtype)) + c, dirty)
         return None
 
