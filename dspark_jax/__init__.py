@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from .drafting.factories import make_draft_from_logits_fn as make_draft_from_logits_fn
     from .drafting.split import head_sharding as head_sharding
     from .drafting.split import pad_vocabulary as pad_vocabulary
+    from .integrations.artifact import load_exported as load_exported
+    from .integrations.buckets import BatchBuckets as BatchBuckets
+    from .integrations.export import export_draft_fn as export_draft_fn
     from .transformer.target import Target as Target
     from .types import DraftBlock as DraftBlock
     from .types import DraftBuffer as DraftBuffer
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives; a test holds this table to the imports above.
 _HOMES = {
+    "BatchBuckets": "integrations.buckets",
     "Calibration": "confidence.calibration",
     "CostTable": "confidence.costs",
     "DSparkConfig": "config",
@@ -65,11 +69,13 @@ _HOMES = {
     "Verified": "verification.verify",
     "draft_block": "drafting.api",
     "draft_from_logits": "drafting.api",
+    "export_draft_fn": "integrations.export",
     "fit_calibration": "confidence.calibration",
     "generate": "decoding.generate",
     "head_sharding": "drafting.split",
     "load_calibration": "confidence.calibration",
     "load_drafter": "checkpoint.load",
+    "load_exported": "integrations.artifact",
     "load_head": "checkpoint.load",
     "load_target": "checkpoint.load",
     "make_buffer": "drafting.factories",

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from .head_kinds import HeadKind
 from .linear import gather_rows
-from .types import Latents, MarkovW1, MarkovW2, StepHidden
+from .types import Latents, MarkovW1, MarkovW2, Size, StepHidden
 
 
 class MarkovHead(nnx.Module, abc.ABC):
@@ -39,7 +39,7 @@ class MarkovHead(nnx.Module, abc.ABC):
         del hidden
         return ()
 
-    def start(self, batch: int) -> Any:
+    def start(self, batch: Size) -> Any:
         """Return the state before the first step, a pytree of [B, ...] arrays."""
         del batch
         return ()

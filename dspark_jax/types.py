@@ -22,6 +22,9 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt, UInt32
 
+# A size: an int, or a symbolic dimension while a program is exported.
+Size = Any
+
 # One number, or numbers of any shape.
 Scalar = Float32[Array, ""]  # a threshold, a total
 Index = Int32[Array, ""]  # a step, an offset

@@ -40,8 +40,13 @@ class DraftFunction:
     """A jitted drafting function for one DraftConfig: call it, `lower` it, or ask for its `trace_count`."""
 
     def __init__(
-        self, prepare: Callable[..., Any], finish: Callable[[Any], Any], programs: tuple[Program, ...]
+        self,
+        config: DraftConfig,
+        prepare: Callable[..., Any],
+        finish: Callable[[Any], Any],
+        programs: tuple[Program, ...],
     ) -> None:
+        self.config = config
         self._prepare, self._finish, self._programs = prepare, finish, programs
 
     def __call__(self, head: DSparkHead, *args: Any, **named: Any) -> Any:
@@ -140,7 +145,7 @@ def make_draft_fn(config: DraftConfig, *, implementation: str | None = None) -> 
         block, buffer = result
         return (block if buffer is None else dataclasses.replace(block, logits=buffer.logits)), buffer
 
-    return DraftFunction(prepare, finish, (program,))
+    return DraftFunction(config, prepare, finish, (program,))
 
 
 def make_draft_from_logits_fn(config: DraftConfig, *, implementation: str | None = None) -> DraftFunction:
@@ -166,4 +171,4 @@ def make_draft_from_logits_fn(config: DraftConfig, *, implementation: str | None
         axes = axes_of_call(head, batch, draw, base=base, **_named_axes(config))
         return program, (head, base, anchor, hidden, draw, threshold), with_axes(options, axes), axes
 
-    return DraftFunction(prepare, lambda block: block, (donating, keeping))
+    return DraftFunction(config, prepare, lambda block: block, (donating, keeping))

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float32
 from ..head_kinds import MARKOV_PREFIX, HeadKind, HeadParameter, register
 from ..linear import as_last_axis, product
 from ..markov import MarkovHead
-from ..types import Latents, MarkovW1, MarkovW2, RowIds, StepHidden
+from ..types import Latents, MarkovW1, MarkovW2, RowIds, Size, StepHidden
 
 
 def bias(latent: Float[Array, "*rows r"], markov_w2: MarkovW2) -> Float32[Array, "*rows Vd"]:
@@ -105,7 +105,7 @@ class RnnMarkovHead(MarkovHead):
         bias = as_last_axis(self.joint_bias[...].astype(jnp.float32), 3)
         return product(hidden, self.joint_weight[:, -hidden.shape[-1] :]) + bias
 
-    def start(self, batch: int) -> Float32[Array, "B r"]:
+    def start(self, batch: Size) -> Float32[Array, "B r"]:
         """Return the zero state, float32 [B, r]."""
         return jnp.zeros((batch, self.markov_w1.shape[1]), jnp.float32)
 
