@@ -24,6 +24,7 @@ COMMANDS = {
     "calibrate": "calibrate a drafter's confidence on recorded blocks",
     "profile-sps": "measure what a target step costs by its number of tokens",
     "convert": "convert a checkpoint for JAX",
+    "export": "export a drafting function for other processes",
     "inspect": "show what a checkpoint is",
     "verify": "compare a converted checkpoint with its source",
 }
