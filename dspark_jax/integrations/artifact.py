@@ -89,13 +89,13 @@ def load_exported(path: str | os.PathLike[str], weights: Mapping[str, Any] | Non
     program = export.deserialize(bytearray(read_bytes(os.path.join(path, PROGRAM), MAX_PROGRAM)))
     if weights is None:
         weights = require("safetensors.numpy", None, "reading weights").load_file(os.path.join(path, WEIGHTS))
-    leaves = []
+    given, leaves = dict(weights or {}), []
     for entry in signature["weights"]:
         name = entry["name"]
-        if name not in weights:
-            raise invalid("weights", sorted(weights), f"an array {name!r}")
-        found = (list(np.shape(weights[name])), str(weights[name].dtype))
+        if name not in given:
+            raise invalid("weights", sorted(given), f"an array {name!r}")
+        found = (list(np.shape(given[name])), str(given[name].dtype))
         if found != (entry["shape"], entry["dtype"]):
             raise invalid(name, found, f"{entry['shape']} {entry['dtype']}")
-        leaves.append(jnp.asarray(weights[name]))
+        leaves.append(jnp.asarray(given[name]))
     return ExportedDraft(program, leaves, signature)

@@ -91,7 +91,9 @@ def export_draft_fn(
 
     size = low if low == high else export.symbolic_shape("b", constraints=[f"b >= {low}", f"b <= {high}"])[0]
     dtypes = (head.dtype, jnp.int32, jnp.float32, jnp.uint32, jnp.int32)
-    inputs = dict(zip(INPUTS, dtypes, strict=True)) if sampled else dict(zip(INPUTS[:2], dtypes[:2], strict=True))
+    inputs: dict[str, Any] = (
+        dict(zip(INPUTS, dtypes, strict=True)) if sampled else dict(zip(INPUTS[:2], dtypes[:2], strict=True))
+    )
     shapes = {name: (size, S, H) if name == "hidden" else (size,) for name in inputs}
     abstract = [jax.ShapeDtypeStruct(shapes[name], inputs[name]) for name in inputs]
     # Flat leaves and plain arrays: a module in the signature would drag its framework into every reader.
