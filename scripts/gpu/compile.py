@@ -37,6 +37,19 @@ def missing() -> str | None:
     return f"the packages of the gpu-compile extra are not installed ({packages})"
 
 
+def lowering(kind: str = "NVIDIA H200") -> contextlib.AbstractContextManager[Any]:
+    """Return the context to lower in: newer JAX asks a mesh which GPU Pallas kernels are lowered for."""
+    try:
+        from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+    except ImportError:
+        return contextlib.nullcontext()
+    try:
+        device = AbstractDevice(device_kind=kind, num_cores=132, platform="cuda")
+        return use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
+    except TypeError:  # JAX 0.10: abstract devices know no platform, and lowering needs none
+        return contextlib.nullcontext()
+
+
 class Target:
     """A GPU to compile for, described by a GpuTargetConfigProto in text form."""
 
@@ -54,13 +67,5 @@ class Target:
         return jax.tree.map(lambda leaf: self.array(leaf.shape, leaf.dtype), tree)
 
     def lowering(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context to lower in: newer JAX asks a mesh which GPU Pallas kernels are lowered for."""
-        try:
-            from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
-        except ImportError:
-            return contextlib.nullcontext()
-        try:
-            device = AbstractDevice(device_kind=self.kind, num_cores=132, platform="cuda")
-            return use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
-        except TypeError:  # JAX 0.10: abstract devices know no platform, and lowering needs none
-            return contextlib.nullcontext()
+        """Return the context to lower in for this target."""
+        return lowering(self.kind)

@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math, scf  # noqa: F401 (registers the dialects)
 from jaxlib.triton import dialect
 
+from .compile import lowering
 from .triton_memory import Buffer, KernelFault
 
 TARGET = "__gpu$xla.gpu.triton"
@@ -47,7 +48,8 @@ class Kernel(NamedTuple):
 
 def find_kernels(function: Callable[..., Any], *shapes: Any) -> list[Kernel]:
     """Lower a function for CUDA (no GPU needed) and return its Triton kernels in program order."""
-    module = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    with lowering():
+        module = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     found: list[Kernel] = []
 
     def visit(operation: Any) -> None:
@@ -274,8 +276,7 @@ class Machine:
     def lanes(self, pointer: Value, mask: Value | None, shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
         """Return offsets, mask and program of every lane; neither address nor mask may be undefined."""
         inside = self.full(True if mask is None else mask.data, shape)
-        wrong = self.full(pointer.undefined, shape) & inside
-        if wrong.any() or (mask is not None and np.any(mask.undefined)):
+        if (self.full(pointer.undefined, shape) & inside).any() or (mask is not None and np.any(mask.undefined)):
             raise KernelFault(f"a masked lane's value decides an address of {pointer.buffer.name}")
         return self.full(pointer.data, shape), inside, self.full(np.arange(self.programs), shape)
 

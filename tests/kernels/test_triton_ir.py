@@ -1,10 +1,11 @@
 """The kernels as lowered for a GPU (the Triton module, not the Python body), interpreted on real buffers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dspark_jax.kernels.keys import to_keys
 from helpers import assert_logits, make_head, make_inputs
 from jax.experimental import pallas as pl
 from kernel_cases import CASES, make_draw, make_rows
@@ -12,9 +13,12 @@ from kernel_cases import CASES, make_draw, make_rows
 from dspark_jax.config import DraftOptions
 from dspark_jax.drafting.steps import in_kernels, in_xla
 from dspark_jax.kernels import dense_step, pick, triton, walk
+from dspark_jax.ordered_keys import to_keys
 from scripts.gpu.triton_ir import find_kernels, run_kernel
-from scripts.gpu.triton_memory import KernelFault
+from scripts.gpu.triton_memory import Buffer, KernelFault
 
+# Newer JAX announces the end of the Triton backend, which the kernels are written for.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 REAL = triton.pallas_call
 
 
@@ -111,3 +115,59 @@ def test_a_right_kernel_runs():
 def test_planted_faults_are_found(fault, message):
     with pytest.raises(KernelFault, match=message):
         scaled(fault)
+
+
+def both(k, B=5, r=20, V=150, breaking=False):
+    """Return (rows, tokens, valid) of the plain form and of the lowered kernels."""
+    head = make_head("vanilla", V=V, r=r)
+    rows = make_rows(head, B, 2, k, "float32")
+    if breaking:
+        base = (
+            rows.base.at[0, 1, 3].set(jnp.nan).at[0, 2].set(-jnp.inf).at[0, 3, 4].set(-jnp.inf).at[0, 0, 0].set(jnp.inf)
+        )
+        rows = dataclasses.replace(rows, base=base)
+    hidden, anchor = make_inputs(B, 2, head.config.hidden_size, V)
+    hidden = jnp.swapaxes(jnp.asarray(hidden), 0, 1)
+    options = DraftOptions(logits_dtype=jnp.dtype("float32"), outputs="logits")
+    forms = (in_xla, {}), (in_kernels, {"interpret": False})
+    runs = [jax.jit(lambda *a, f=f, o=o: f(head, rows, *a, options=options, **o)) for f, o in forms]
+    return [jax.device_get(run(jnp.asarray(anchor), hidden, None)) for run in runs]
+
+
+@pytest.mark.parametrize(("k", "B", "r"), [(1, 1, 3), (None, 1, 3), (70, 33, 300), (None, 2, 300)])
+def test_lowered_kernels_at_odd_sizes(k, B, r):
+    (want, tokens, valid), found = both(k, B, r)
+    np.testing.assert_allclose(found[0], want, rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(found[1], tokens)
+    np.testing.assert_array_equal(found[2], valid)
+
+
+@pytest.mark.parametrize("k", [None, 9])
+def test_lowered_kernels_on_broken_rows(k):
+    (want, tokens, valid), found = both(k, breaking=True)
+    np.testing.assert_array_equal(found[2], valid)
+    np.testing.assert_array_equal(valid[0], [True, False, False, True, True])
+    np.testing.assert_array_equal(found[1][:, [0, 3, 4]], tokens[:, [0, 3, 4]])
+    np.testing.assert_allclose(found[0][:, [0, 3, 4]], want[:, [0, 3, 4]], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+@pytest.mark.parametrize("module", [dense_step, pick, walk], ids=["dense_step", "pick", "walk"])
+def test_a_mask_dropped_from_a_kernel_is_found(monkeypatch, module, what):
+    real = getattr(module, what)
+    faulty = {
+        "load": lambda ref, index, mask=None, other=None: real(ref, index),
+        "store": lambda ref, index, value, mask=None: real(ref, index, value),
+    }
+    monkeypatch.setattr(module, what, faulty[what])
+    calls = {pick: lambda: jax.block_until_ready(pick.pick_kernel(jnp.ones((3, 100)), 7)), walk: lambda: both(9)}
+    with pytest.raises(Exception, match=r"KernelFault: (load outside|store outside|race)"):
+        calls.get(module, lambda: both(None))()
+
+
+def test_reads_of_unwritten_memory_are_found():
+    buffer = Buffer(np.zeros(4, np.float32), "result 0", written=False)
+    buffer.write(np.array([1]), np.float32(3), np.array([0]))
+    assert buffer.read(np.array([1]), np.array([0])) == 3
+    with pytest.raises(KernelFault, match="nobody wrote"):
+        buffer.read(np.array([0]), np.array([0]))
