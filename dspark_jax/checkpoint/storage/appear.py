@@ -93,7 +93,10 @@ def appearing_directory(
     os.makedirs(parent, exist_ok=True)
     remove_leftovers(parent)
     before = _identity(path)
-    with _hidden(parent) as partial:
+    with contextlib.ExitStack() as held:
+        if before is not None:  # an open directory keeps its number, by which it is known again, from being reused
+            held.callback(os.close, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        partial = held.enter_context(_hidden(path, say))
         yield partial
         if before is None:
             _rename_new(partial, path)
@@ -114,19 +117,22 @@ def remove_leftovers(parent: str) -> list[str]:
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.removesuffix(".lock") + ".partial", ignore_errors=True)
-                os.unlink(lock)
-                removed.append(name)
+                words = os.read(descriptor, 4096).decode("utf-8", "surrogateescape").split(" ", 2)
+                mine = (int(words[0]), int(words[1])) if len(words) == 3 else None
+                path = os.path.join(parent, words[2] if len(words) == 3 else "result")
+                if _clear(lock.removesuffix(".lock") + ".partial", mine, path, lambda note: None):
+                    os.unlink(lock)
+                    removed.append(name)
             finally:
                 os.close(descriptor)
     return removed
 
 
 @contextlib.contextmanager
-def _hidden(parent: str) -> Iterator[str]:
-    """Make a lock file, hold it, and make the hidden directory that belongs to it; remove both at the end."""
+def _hidden(path: str, say: Callable[[str], None]) -> Iterator[str]:
+    """Make a lock file, hold it, and make the hidden directory that belongs to it; clear both away at the end."""
     while True:
-        stem = os.path.join(parent, f".dspark-convert-{secrets.token_hex(8)}")
+        stem = os.path.join(os.path.dirname(path), f".dspark-convert-{secrets.token_hex(8)}")
         descriptor = os.open(stem + ".lock", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         # A run that cleans up may have taken the file for a leftover before it was locked.
@@ -134,21 +140,35 @@ def _hidden(parent: str) -> Iterator[str]:
             if os.path.samestat(os.stat(stem + ".lock"), os.fstat(descriptor)):
                 break
         os.close(descriptor)
+    mine = None
     try:
         os.mkdir(stem + ".partial")
+        mine = _identity(stem + ".partial")
+        assert mine is not None
+        # Behind an exchange the hidden name is that of the earlier result: the lock says which directory is ours.
+        os.write(descriptor, f"{mine[0]} {mine[1]} {os.path.basename(path)}".encode("utf-8", "surrogateescape"))
         yield stem + ".partial"
     finally:
         # Without the lock file the next run would not know a directory that could not be removed.
-        if _remove_tree(stem + ".partial"):
+        if _clear(stem + ".partial", mine, path, say):
             with contextlib.suppress(OSError):
                 os.unlink(stem + ".lock")
         os.close(descriptor)
 
 
-def _remove_tree(path: str) -> bool:
-    """Remove a directory, if it is there, until it stays away."""
-    if not os.path.lexists(path):
+def _clear(partial: str, mine: tuple[int, int] | None, path: str, say: Callable[[str], None]) -> bool:
+    """Take the hidden name away: our own directory is removed; any other one is an exchanged earlier result."""
+    found = _identity(partial)
+    if found is None:
         return True
+    if found == mine:
+        return _remove_tree(partial)
+    _remove_listed(partial, path, say)
+    return not os.path.lexists(partial)
+
+
+def _remove_tree(path: str) -> bool:
+    """Remove a directory of ours until it stays away."""
     # Orbax's threads may still write into it for a moment after they have failed.
     quiet, absent = 5 if "orbax.checkpoint" in sys.modules else 1, 0
     for _ in range(50):
@@ -189,6 +209,9 @@ def _replace(partial: str, path: str, before: tuple[int, int], allow_gap: bool, 
     if _identity(path) is None:  # it has been removed meanwhile
         return _rename_new(partial, path)
     check_destination(path, True)  # once more: files may have appeared in it
+    replaced = f"{path}: was replaced while converting, so it was left as it is"
+    if _identity(path) != before:
+        raise FileExistsError(replaced)
     try:
         _renameat2(partial, path, _EXCHANGE)
     except OSError as error:
@@ -201,41 +224,51 @@ def _replace(partial: str, path: str, before: tuple[int, int], allow_gap: bool, 
                 "moment none is there",
                 path,
             ) from None
-        _replace_with_gap(partial, path)
+        return _replace_with_gap(partial, path, before, say)
     if _identity(partial) != before:  # something else stood there at the moment of the exchange
-        with contextlib.suppress(OSError):
-            _renameat2(partial, path, _EXCHANGE)
-        raise FileExistsError(f"{path}: was replaced while converting, so it was left as it is")
+        _renameat2(partial, path, _EXCHANGE)
+        raise FileExistsError(replaced)
     _remove_listed(partial, path, say)
 
 
-def _replace_with_gap(partial: str, path: str) -> None:
+def _replace_with_gap(partial: str, path: str, before: tuple[int, int], say: Callable[[str], None]) -> None:
+    """Move the earlier result to a visible name, give `partial` the free one, then clear the old one away."""
     # A visible name: a run that is killed here leaves the old result where its owner finds it.
-    aside = os.path.join(os.path.dirname(path), f"{os.path.basename(path)[:200]}.old-{secrets.token_hex(4)}")
+    aside = _sibling(path, "old")
     os.rename(path, aside)
     try:
-        os.rename(partial, path)
+        if _identity(aside) != before:
+            raise FileExistsError(f"{path}: was replaced while converting, so it was left as it is")
+        _rename_new(partial, path)
     except BaseException:
-        os.rename(aside, path)
+        if os.path.lexists(path):
+            say(f"{aside}: the directory that stood at {path}, whose name was taken meanwhile")
+        else:
+            os.rename(aside, path)
         raise
-    os.rename(aside, partial)
+    _remove_listed(aside, path, say)
+
+
+def _sibling(path: str, word: str) -> str:
+    return os.path.join(os.path.dirname(path), f"{os.path.basename(path)[:200]}.{word}-{secrets.token_hex(4)}")
 
 
 def _remove_listed(old: str, path: str, say: Callable[[str], None]) -> None:
-    """Remove the files that an old result's manifest lists; keep and name what appeared in it meanwhile."""
-    listed = listed_files(old)
-    for name in [*sorted(listed.intersection(list_files(old)) - {MANIFEST}), MANIFEST]:
-        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+    """Remove the files that an old result's manifest lists; keep the rest under a visible name, and name it."""
+    listed: set[str] = set()
+    with contextlib.suppress(ValueError, OSError):
+        listed = listed_files(old)
+    for name in [*sorted(listed.intersection(list_files(old)) - {MANIFEST}), *sorted(listed & {MANIFEST})]:
+        with contextlib.suppress(OSError):
             os.unlink(os.path.join(old, name))
     for folder, _, _ in os.walk(old, topdown=False):
         with contextlib.suppress(OSError):
             os.rmdir(folder)
     if os.path.lexists(old):
-        kept = os.path.join(os.path.dirname(path), f"{os.path.basename(path)[:200]}.kept-{secrets.token_hex(4)}")
+        kept = _sibling(path, "kept")
         os.rename(old, kept)
-        say(
-            f"{kept}: kept, since it appeared in the earlier result while converting: {', '.join(list_files(kept)[:5])}"
-        )
+        names = ", ".join(list_files(kept)[:5])
+        say(f"{kept}: kept, since it is no file of the earlier result or could not be removed: {names}")
 
 
 def _renameat2(source: str, destination: str, flags: int) -> None:
