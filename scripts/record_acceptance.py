@@ -10,7 +10,6 @@ fitting, the second half, from other files, for measuring. `dspark-jax calibrate
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from dspark_jax.checkpoint.load import load_drafter, load_target
 from dspark_jax.confidence.records import Records
 from dspark_jax.decoding.generate import generate
 from dspark_jax.drafting.drafter import Drafter
+from dspark_jax.json_files import read_json_lines
 from dspark_jax.transformer.target import Target
 from dspark_jax.types import DraftSampling
 
@@ -60,8 +60,7 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with open(args.prompts, encoding="utf-8") as file:
-        prompts = [json.loads(line)["prompt_ids"] for line in file]
+    prompts = [line["prompt_ids"] for _, line in read_json_lines(args.prompts)]
     target, drafter = load_target(args.target, dtype="float32"), load_drafter(args.drafter, dtype="float32")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     half = len(prompts) // 2

@@ -293,3 +293,27 @@ def test_any_index_gives_an_error_or_a_map(tmp_path, weight_map):
     for name in files:
         with pytest.raises((ValueError, FileNotFoundError)):
             files.read(name)
+
+
+def test_a_large_index_is_scanned_once_however_many_shards_are_opened(tmp_path):
+    """70,000 names over 40 shards: gathering a shard's names must not read the whole index again for each."""
+
+    class Counted(dict):
+        scans = 0
+
+        def items(self):
+            self.scans += 1
+            return super().items()
+
+    shards = [f"model-{n:05d}.safetensors" for n in range(40)]
+    weight_map = {f"layer.{n}.weight": shards[n % 40] for n in range(70_000)}
+    for number, shard in enumerate(shards):
+        names = [f"layer.{n}.weight" for n in range(number, 70_000, 40)]
+        header = {name: entry(shape=(1,), offsets=(4 * i, 4 * i + 4)) for i, name in enumerate(names)}
+        header_file(tmp_path / shard, header, b"\0" * 4 * len(names))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    files = TensorFiles(tmp_path)
+    files._shard_of = Counted(files._shard_of)
+    assert [files[f"layer.{n}.weight"].shape for n in range(40)] == [(1,)] * 40
+    assert len(files.opened) == 40
+    assert files._shard_of.scans == 1
