@@ -75,11 +75,11 @@ def load_drafter(path: Path, *, dtype: Any = None, target: Path | None = None, s
         raise ValueError(f"fc.weight: {checkpoint.path} holds no backbone; load_head reads a head alone")
     if isinstance(checkpoint.geometry, str):
         raise ValueError(f"{checkpoint.path}: {checkpoint.geometry}")
-    checkpoint.check_backbone()  # sizes that the config claims are compared with the tensors before anything is built
     shape = checkpoint.shapes["fc.weight"]
     taps, width = len(checkpoint.config.target_layer_ids), shape[-1]
     if taps == 0 or width % taps:
         raise invalid("fc.weight", list(shape), f"columns for {taps} target_layer_ids")
+    checkpoint.check_backbone(width // taps)  # claimed sizes are compared with the tensors before anything is built
     names = [name for name in checkpoint.names if not is_head(name)]
     take = WeightReader(checkpoint.path, names, checkpoint.get, dtype, _part(sharding, checkpoint, names))
     backbone = Backbone(checkpoint.geometry, width, take)

@@ -133,13 +133,17 @@ class Checkpoint:
         if self.family.support != FULL:
             raise ValueError(f"{self.path}: family {self.family.name}: {self.family.note}")
 
-    def check_backbone(self) -> None:
+    def check_backbone(self, target_hidden_size: int | None = None) -> None:
         """Check that a drafter's backbone is whole and fits the config (a head alone passes).
+
+        Args:
+            target_hidden_size: Ht where the config does not say it; None takes the drafter's own width.
 
         Raises:
             ValueError: one sentence per missing or misshapen tensor.
         """
-        if problems := complete.check_backbone(self.flat, _own_shapes(self.tensors), self.family.shapes, self.geometry):
+        flat = self.flat if target_hidden_size is None else {"target_hidden_size": target_hidden_size} | self.flat
+        if problems := complete.check_backbone(flat, _own_shapes(self.tensors), self.family.shapes, self.geometry):
             raise ValueError(f"{self.path}: {_listed(problems)}")
 
 

@@ -108,6 +108,7 @@ def test_the_count_notices_a_wrong_rule(target, monkeypatch):
     assert p_value(table, joint(target, 1.0)) < 1e-6
 
 
+@pytest.mark.slow
 def test_plain_sampling_draws_from_the_target(target):
     table, length = counts(target, None, 0.8, 7)
     assert p_value(table, joint(target, 0.8)) > 1e-4

@@ -149,6 +149,7 @@ def test_log_probabilities_before_and_after_processing(pair):
             assert (seen["fast", 0][2] < 0).any()
 
 
+@pytest.mark.slow
 def test_sampled_output_with_every_rule(pair):
     """Tokens of an automaton's language only, by every rule and with continuations."""
     target, drafter = pair

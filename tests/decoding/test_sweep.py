@@ -22,6 +22,7 @@ def result(accepted, active, finish="length"):
         num_draft=np.where(active, 3, 0),
         num_accepted=accepted,
         committed=np.where(active, accepted + 1, 0),
+        lengths=np.full(len(active), 3, np.int32),
         confidence_logits=None,
         prefill_seconds=0.0,
         decode_seconds=0.0,

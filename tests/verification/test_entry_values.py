@@ -32,6 +32,7 @@ def block(head):
     return draft_block(head, *make_inputs(B, S, 12, V), sampling=DRAW, outputs="logits")
 
 
+@pytest.mark.slow
 def test_without_jit(head, block):
     hidden, anchors = make_inputs(B, S, 12, V)
     filters = TargetFilter(min_p=0.01, top_k=20, top_p=0.9)
