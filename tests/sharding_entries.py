@@ -9,6 +9,10 @@ if __name__ == "__main__":
     )
     os.environ["JAX_PLATFORMS"] = "cpu"
 
+    import type_checks
+
+    type_checks.install()  # as conftest.py does
+
 import jax
 import jax.numpy as jnp
 import numpy as np

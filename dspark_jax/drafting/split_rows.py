@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Int32
 
 from .. import noise
 from ..types import (
@@ -96,7 +97,7 @@ class SplitCandidateRows(CandidateRows):
         owned = jnp.where(self._owned(), corrected.astype(jnp.float32), 0.0)
         return lax.psum(owned, self.axis).astype(corrected.dtype)
 
-    def _owned(self) -> CandidateIds:
+    def _owned(self) -> Bool[Array, "S B k"]:
         return self.draft_ids // self.width == lax.axis_index(self.axis)
 
 
@@ -135,6 +136,6 @@ def select_split(
     return values, jnp.take_along_axis(ids, places, axis=2)
 
 
-def own_part(table: TargetIds | None, width: int, axis: str) -> TargetIds | None:
+def own_part(table: TargetIds | None, width: int, axis: str) -> Int32[Array, " n"] | None:
     """Return the target ids int32 [width] of this device's columns."""
     return None if table is None else lax.dynamic_slice_in_dim(table, lax.axis_index(axis) * width, width)
