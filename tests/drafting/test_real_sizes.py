@@ -1,7 +1,6 @@
-"""Real sizes by shape alone: jax.eval_shape and nnx.eval_shape trace the released drafters' heads in milliseconds."""
+"""Real sizes by shape alone: jax.eval_shape and nnx.eval_shape trace the released drafters' heads."""
 
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -122,13 +121,11 @@ def test_buffers_and_base_logits_at_real_size():
     assert (base.shape, base.dtype) == ((S, B, 151936), jnp.bfloat16)
 
 
-def test_shapes_take_milliseconds():
-    """A second trace of the biggest head, dense and top-k, stays far from allocating its 2.3 GB."""
+def test_shapes_alone_allocate_nothing():
+    """Tracing the biggest head, dense and top-k, makes no array of its 2.3 GB."""
     head = abstract_head(262144, 3840, softcap=30.0)
+    before = sum(array.nbytes for array in jax.live_arrays())
     shapes_of(head, outputs="logits")
-    times = []
-    for topk in (33, 34, 35):
-        start = time.perf_counter()
+    for topk in (33, 34):
         shapes_of(head, topk=topk, outputs="candidates")
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.5
+    assert sum(array.nbytes for array in jax.live_arrays()) - before < 1 << 20
