@@ -84,9 +84,14 @@ def _write_backbone(flat: dict[str, Any], checkpoint: Checkpoint) -> str | None:
         "head_dim": flat.get("head_dim", geometry.head_dim),
         "attention_bias": geometry.attention_bias,
         "rms_norm_eps": geometry.rms_norm_eps,
-        "causal": geometry.causal,
         "rope_is_neox_style": not geometry.rope_interleaved,
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in geometry.windows],
     }
+    for key in ("causal", "layer_causal", "sliding_window_non_causal"):
+        flat.pop(key, None)
+    if len(set(geometry.layer_causal)) == 1:
+        flat["causal"] = geometry.layer_causal[0]
+    else:
+        flat["layer_causal"] = list(geometry.layer_causal)
     foreign = [name for name in checkpoint.names if name.startswith("log_snr_embed.") or name.endswith("_sink_bias")]
     return f"no JAX counterpart of {', '.join(foreign)}" if foreign else None

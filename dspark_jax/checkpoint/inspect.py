@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .explicit_config import explicit_config
+from .family.arithmetic import list_keys
 from .family.names import EMBEDDING, LM_HEAD, is_head
 from .hub import local_path
 from .open import Checkpoint, open_checkpoint
@@ -43,6 +44,7 @@ def inspect(source: str | os.PathLike[str], *, target: str | os.PathLike[str] | 
         "embedding": _origin(checkpoint, EMBEDDING),
         "lm head": _origin(checkpoint, LM_HEAD),
         "backbone": problem or no_backbone or ("complete" if "fc.weight" in checkpoint else "none (a head alone)"),
+        "arithmetic": list_keys(checkpoint.raw) or ["no key that changes it"],
         "left out": _left_out(checkpoint),
         "notes": checkpoint.notes or ["none"],
         "config": config,

@@ -14,6 +14,7 @@ from ..config import DSparkConfig
 from ..json_files import read_config
 from ..transformer.geometry import BackboneConfig
 from .family import complete
+from .family.arithmetic import sliding_notes
 from .family.mapping import Mapped, count_stages, map_names
 from .family.names import D2T, EMBEDDING, LM_HEAD, T2D, is_head
 from .family.read_config import flatten
@@ -31,13 +32,11 @@ class Checkpoint:
     """Tensors under canonical (DeepSpec) names, read on demand, and the config that describes them.
 
     Attributes:
-        path: where it came from.
-        family: its family (a row of family/table.py).
+        path, family: where it came from, and its family (a row of family/table.py).
         raw: config.json as it is.
         flat: the same as one flat dict with DeepSpec keys, completed from the tensors; the backbone's geometry is kept.
         config: `flat` as a checked DSparkConfig.
-        tensors: canonical name -> Tensor, head and backbone.
-        files: the source files.
+        tensors, files: canonical name -> Tensor (head and backbone), and the source files.
         geometry: of the backbone, or why there is none that this package can build.
         left_out: source name -> why it is not used.
         notes: sentences about guesses that the user should know of.
@@ -226,6 +225,7 @@ def open_checkpoint(
         config = DSparkConfig.from_flat(flat)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    notes += sliding_notes(raw, family.name, flat, geometry)
     return Checkpoint(path, family, raw, flat, config, tensors, files, geometry, left_out, notes, config_stamp)
 
 

@@ -18,8 +18,8 @@ PURPOSE = "verifying against an independent reading of the source"
 # Keys of a drafter's layers that a conversion keeps as they are.
 LAYER_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "rms_norm_eps", "attention_bias", "rope_theta", "rope_is_neox_style", "layer_types", "sliding_window",
-    "max_position_embeddings", "hidden_act", "hidden_activation", "sliding_window_non_causal", "attention_k_eq_v",
+    "head_dim", "rms_norm_eps", "attention_bias", "rope_theta", "layer_types", "sliding_window",
+    "max_position_embeddings", "hidden_act", "hidden_activation", "attention_k_eq_v",
 )  # fmt: skip
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -73,18 +73,34 @@ class TorchSource:
             "block_size": get("dspark_block_size", "block_size"),
             "mask_token_id": get("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"),
             "target_layer_ids": ids,
-            "final_logit_softcapping": get("final_logit_softcapping"),
-            "logit_scale": get("logit_scale"),
+            "final_logit_softcapping": get("final_logit_softcapping") or None,
+            "logit_scale": logit_factor(self.config),
             "sample_from_anchor": get("sample_from_anchor"),
             "enable_confidence_head": any("confidence_head." in name for name in self.names),
         }
         inside_target = any(re.match(r"(?:_orig_mod\.)?mtp\.\d+\.", name) for name in self.names)
         if not inside_target:  # else the layers' keys are the target's
             facts |= {key: get(key) for key in LAYER_KEYS}
-            facts["causal"] = get("causal", "dflash_query_causal")
+            facts["rope_is_neox_style"] = get("rope_is_neox_style", "is_neox_style")
+            facts["input_embedding_scale"] = get("input_embedding_scale", "embedding_multiplier")
+            facts |= self._causality(get("is_causal", "causal", "dflash_query_causal"), get("layer_types"))
             numbers = {int(found[1]) for name in self.names if (found := re.search(r"(?:^|\.)layers\.(\d+)\.", name))}
             facts["num_hidden_layers"] = len(numbers) or facts["num_hidden_layers"]
         return facts
+
+    def _causality(self, stated: bool | None, types: list[str] | None) -> dict[str, Any]:
+        """Return what a result must say of causality: one flag where all layers agree, else one for each layer."""
+        if stated is not None:
+            return {"causal": stated}
+        flags, both_ways = find_key(self.config, "layer_causal"), find_key(self.config, "sliding_window_non_causal")
+        if flags is None:
+            ruled = both_ways is not None or {"speculators_model_type", "transformer_layer_config"} & set(self.config)
+            if not ruled or not isinstance(types, list):
+                return {}
+            flags = [kind == "sliding_attention" and not both_ways for kind in types]
+        if not isinstance(flags, list) or any(not isinstance(flag, bool) for flag in flags):
+            return {"layer_causal": flags}  # no result can say this
+        return {"causal": flags[0]} if len(set(flags)) == 1 else {"layer_causal": flags}
 
     def decode(self, names: list[str]) -> Any:
         """Read a tensor with, where a second name is given, its block scales; quantised ones become bfloat16."""
@@ -118,6 +134,13 @@ def find_key(config: Any, key: str) -> Any:
             return config[key]
         return next((value for inner in config.values() if (value := find_key(inner, key)) is not None), None)
     return None
+
+
+def logit_factor(config: Any) -> float | None:
+    """Return the factor on base logits under whichever of its names a config has, None without one."""
+    divisor = find_key(config, "logits_scaling")
+    inverse = 1 / divisor if isinstance(divisor, int | float) and divisor else None
+    return find_key(config, "logit_scale") or find_key(config, "output_multiplier") or inverse
 
 
 def _ending(names: Iterable[str], *endings: str) -> str | None:
@@ -161,8 +184,8 @@ class TorchHead:
         lm_head = _find_lm_head(source, names, target, self.table)
         self.lm_head = None if lm_head is None else rounded(lm_head).to(torch.float32)
         self.vocab_size = self.w1.shape[0] if self.w1 is not None else find_key(source.config, "vocab_size")
-        self.cap = find_key(source.config, "final_logit_softcapping")
-        self.scale = find_key(source.config, "logit_scale") or 1.0
+        self.cap = find_key(source.config, "final_logit_softcapping") or None
+        self.scale = logit_factor(source.config) or 1.0
 
     def draft(self, hidden: Any, anchors: Any, base: Any = None) -> tuple[Any, Any, Any]:
         """Walk greedily: hidden [B, S, H], anchors [B] -> tokens [B, S], logits [B, S, Vd], confidence logits.

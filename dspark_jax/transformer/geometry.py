@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -37,7 +38,9 @@ class BackboneConfig:
         rope_llama3: low_freq_factor, high_freq_factor and original_max_position_embeddings of "llama3"; else empty.
         rope_interleaved: pairs are (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ...
         windows: sliding window of each layer (a key at distance >= window is hidden), None for full attention.
-        causal: whether a block's token sees only earlier tokens of the block. Drafters are bidirectional by default.
+        layer_causal: for each layer, whether a block's token sees only earlier tokens of the block. Drafters are
+            bidirectional by default.
+        input_embedding_scale: factor on token embeddings; None for the style's own.
         max_position_embeddings: the most positions the checkpoint allows; None where unknown.
     """
 
@@ -62,7 +65,8 @@ class BackboneConfig:
     partial_rotary_factor: float = 1.0
     rope_interleaved: bool = False
     windows: tuple[int | None, ...] = ()
-    causal: bool = False
+    layer_causal: tuple[bool, ...] = ()
+    input_embedding_scale: float | None = None
     max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
@@ -94,12 +98,21 @@ class BackboneConfig:
         put("rope_llama3", tuple(check_float(n, v, above=0, expected="a number > 0") for n, v in pairs))
         if self.rope_llama3 and self.rope_llama3[0] >= self.rope_llama3[1]:
             raise invalid("low_freq_factor", self.rope_llama3[0], f"less than high_freq_factor {self.rope_llama3[1]}")
-        for name in ("attention_bias", "qkv_bias", "qk_norm", "key_is_value", "rope_interleaved", "causal"):
+        for name in ("attention_bias", "qkv_bias", "qk_norm", "key_is_value", "rope_interleaved"):
             check_bool(name, getattr(self, name))
         windows = tuple(self.windows) or (None,) * self.num_layers
         if len(windows) != self.num_layers:
             raise invalid("windows", list(windows), f"one entry for each of {self.num_layers} layers")
         put("windows", tuple(w if w is None else check_int("windows", w, 1) for w in windows))
+        causal = tuple(self.layer_causal) or (False,) * self.num_layers
+        if len(causal) != self.num_layers:
+            raise invalid("layer_causal", list(causal), f"one entry for each of {self.num_layers} layers")
+        put("layer_causal", tuple(check_bool("layer_causal", flag) for flag in causal))
+        if self.input_embedding_scale is not None:
+            scale = check_float("input_embedding_scale", self.input_embedding_scale, above=0, expected="a number > 0")
+            put("input_embedding_scale", scale)
+            if self.style == "gemma4" and not math.isclose(scale, self.hidden_size**0.5, rel_tol=1e-3):
+                raise invalid("input_embedding_scale", scale, "none or sqrt(hidden_size), which gemma4 layers apply")
         if self.max_position_embeddings is not None:
             put("max_position_embeddings", check_int("max_position_embeddings", self.max_position_embeddings, 1))
 
@@ -111,6 +124,8 @@ class BackboneConfig:
     @property
     def embed_scale(self) -> float:
         """Factor on token embeddings."""
+        if self.input_embedding_scale is not None and self.style != "gemma4":
+            return self.input_embedding_scale
         return self.hidden_size**0.5 if self.style == "gemma4" else 1.0
 
     @classmethod
@@ -154,7 +169,8 @@ class BackboneConfig:
             key_is_value=key_is_value,
             rope_interleaved=not check_bool("rope_is_neox_style", get("rope_is_neox_style", True)),
             windows=windows,
-            causal=_read_causal(flat, windows) if causal is None else causal,
+            layer_causal=_read_causal(flat, windows) if causal is None else (causal,) * layers,
+            input_embedding_scale=get("input_embedding_scale"),
             max_position_embeddings=get("max_position_embeddings"),
             **_read_rope(flat, gemma),
         )
@@ -191,13 +207,26 @@ def _read_windows(get: Any, layers: int) -> tuple[int | None, ...]:
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
-def _read_causal(flat: Mapping[str, Any], windows: tuple[int | None, ...]) -> bool:
-    for key in ("causal", "dflash_query_causal"):
-        if flat.get(key) is not None:
-            return check_bool(key, flat[key])
-    # speculators: sliding layers are causal unless the file says otherwise.
+def _read_causal(flat: Mapping[str, Any], windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Read one flag a layer: layer_causal, else causal for all, else speculators' rule of sliding layers."""
+    layers, stated = flat.get("layer_causal"), flat.get("causal")
+    if stated is not None:
+        check_bool("causal", stated)
+    if layers is not None:
+        if not isinstance(layers, list | tuple) or len(layers) != len(windows):
+            raise invalid("layer_causal", layers, f"a list of {len(windows)} booleans")
+        layers = [check_bool("layer_causal", flag) for flag in layers]
+        if stated is not None and any(flag is not stated for flag in layers):
+            raise invalid("causal", stated, f"what layer_causal says ({list(layers)}), or the fact in one place only")
+        return tuple(layers)
+    if stated is not None:
+        return (stated,) * len(windows)
+    # The training code of speculators: full layers are bidirectional; sliding ones are causal unless the flag is true.
     non_causal = flat.get("sliding_window_non_causal")
-    return any(windows) and non_causal is not None and not check_bool("sliding_window_non_causal", non_causal)
+    if non_causal is None:
+        return (False,) * len(windows)
+    check_bool("sliding_window_non_causal", non_causal)
+    return tuple(window is not None and not non_causal for window in windows)
 
 
 def _read_rope(flat: Mapping[str, Any], gemma: bool) -> dict[str, Any]:

@@ -167,10 +167,11 @@ def run_layers(
     """
     positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     tables = rope_tables(config, positions)
-    masks = {w: visible(positions, cache.capacity, causal=config.causal, window=w) for w in set(config.windows)}
+    kinds = list(zip(config.windows, config.layer_causal, strict=True))
+    masks = {kind: visible(positions, cache.capacity, causal=kind[1], window=kind[0]) for kind in set(kinds)}
     outputs = []
     for number, layer in enumerate(layers):
         with jax.named_scope(f"layer{number}"):
-            x, cache = layer(x, number, cache, start, tables, masks[config.windows[number]])
+            x, cache = layer(x, number, cache, start, tables, masks[kinds[number]])
         outputs.append(x)
     return outputs, cache

@@ -75,8 +75,8 @@ class DecoderTarget(nnx.Module):
     """
 
     def __init__(self, config: BackboneConfig, take: Take, *, tied: bool) -> None:
-        if not config.causal or config.style != "qwen3":
-            raise invalid("config", (config.style, config.causal), "style 'qwen3' and causal true")
+        if not all(config.layer_causal) or config.style != "qwen3":
+            raise invalid("config", (config.style, config.layer_causal), "style 'qwen3' and every layer causal")
         self.config = config
         shape = (config.vocab_size, config.hidden_size)
         self.embed_tokens = nnx.Param(take("embed_tokens.weight", shape))

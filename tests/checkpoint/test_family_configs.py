@@ -126,9 +126,9 @@ def test_causality_of_speculators(tmp_path):
 
     path = change_config(make("speculators-full", tmp_path), change)
     geometry = BackboneConfig.from_flat(open_checkpoint(path).flat)
-    assert (geometry.causal, geometry.windows) == (True, (16, 16))
+    assert (geometry.layer_causal, geometry.windows) == ((True, True), (16, 16))
     change_config(path, sliding_window_non_causal=True)
-    assert not BackboneConfig.from_flat(open_checkpoint(path).flat).causal
+    assert not any(BackboneConfig.from_flat(open_checkpoint(path).flat).layer_causal)
 
 
 def test_labels_do_not_decide(tmp_path):

@@ -144,10 +144,11 @@ def test_geometry_is_read_from_every_place():
     layer = {key: nested.pop(key) for key in list(nested) if key.startswith(moved)}
     config = BackboneConfig.from_flat(flatten(nested | {"text_config": layer}, "deepspec"))
     assert config == BackboneConfig.from_flat(raw_config())
-    assert BackboneConfig.from_flat(flatten(raw_config(dflash_config={"causal": True}), "specforge")).causal
+    nested = flatten(raw_config(dflash_config={"causal": True}), "specforge")
+    assert BackboneConfig.from_flat(nested).layer_causal == (True, True)
     window = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     sliding = BackboneConfig.from_flat(raw_config(**window, sliding_window_non_causal=False))
-    assert (sliding.windows, sliding.causal) == ((8, None), True)
-    assert not BackboneConfig.from_flat(raw_config(**window)).causal
+    assert (sliding.windows, sliding.layer_causal) == ((8, None), (True, False))
+    assert not any(BackboneConfig.from_flat(raw_config(**window)).layer_causal)
     released = json.loads((CHECKPOINTS / "dspark-vanilla" / "config.json").read_text())
     assert BackboneConfig.from_flat(released).windows == (None, None)

@@ -13,6 +13,7 @@ from typing import Any
 from ... import head_kinds
 from ...head_kinds import all_kinds, evaluate, head_kind
 from ...transformer.geometry import BackboneConfig
+from .arithmetic import check_refused
 from .names import CONFIDENCE, D2T, EMBEDDING, LM_HEAD, W1, W2, head_shapes, is_head
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -177,6 +178,8 @@ def check_backbone(
     for number, present in sorted(layers.items()):
         problems += [f"layers.{number}.{part}: missing" for part in sorted(parts - present)]
     _check(backbone, table, _backbone_sizes(flat, geometry), problems)
+    if flat.get("log_snr_conditioning") is True and not any(name.startswith("log_snr_embed.") for name in backbone):
+        problems.append("log_snr_embed: missing, though log_snr_conditioning is true")
     if "fc.weight" in backbone and not flat.get("target_layer_ids"):
         problems.append("target_layer_ids: missing in the config, though fc.weight reads target layers")
     return problems
@@ -205,6 +208,7 @@ def _required_parts(flat: Flat, present: set[str]) -> set[str]:
 def read_geometry(flat: Mapping[str, Any]) -> BackboneConfig | str:
     """Return the geometry of the layers, or why there is none that this package can build."""
     try:
+        check_refused(flat)
         return BackboneConfig.from_flat(flat)
     except ValueError as error:
         return str(error)

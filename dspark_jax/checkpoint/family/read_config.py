@@ -11,6 +11,7 @@ from typing import Any
 
 from ...checks import check_int, invalid
 from ...transformer.geometry import read_rope_theta
+from . import arithmetic
 
 Raw = Mapping[str, Any]
 
@@ -79,6 +80,11 @@ def flatten(raw: Raw, family: str, stages: int = 0) -> dict[str, Any]:
     flat["sample_from_anchor"] = _anchor(flat, raw, family)
     if (theta := read_rope_theta(flat)) is not None:
         flat["rope_theta"] = theta
+    flat |= arithmetic.take_arithmetic(flat)
+    if family == "speculators":  # absent counts as false, as in the code that trained these files
+        flat.setdefault("sliding_window_non_causal", False)
+    if (cap := flat.get("final_logit_softcapping")) == 0 and not isinstance(cap, bool):
+        del flat["final_logit_softcapping"]  # no cap
     return flat
 
 
@@ -124,7 +130,7 @@ def _merge_geometry(flat: dict[str, Any], raw: Raw) -> None:
                 inner.setdefault("rope_theta", DEFAULT_ROPE_THETA)
         for key, value in inner.items():
             # The wrapper's own words win where they are not geometry (architectures, dtype, versions, tying).
-            if key in LAYER_DEFAULTS["qwen3"] and key != "model_type":
+            if (key in LAYER_DEFAULTS["qwen3"] and key != "model_type") or key in arithmetic.KEYS:
                 _put(flat, key, value, f"the value that {outer} has")
             elif key not in flat or key == "model_type":
                 flat[key] = value

@@ -87,6 +87,24 @@ FAMILIES: tuple[Family, ...] = (
         note="NVFP4 weights (U8 with weight_scale and weight_scale_2) are not supported",
     ),
     Family(
+        "compressed-tensors",
+        _any(r"\.weight_packed$"),
+        support=REFUSED,
+        note="packed quantised weights (weight_packed, weight_scale) are not supported",
+    ),
+    Family(
+        "mlx",
+        lambda names, raw: any(n.endswith(".scales") and n[:-6] + "biases" in names for n in names),
+        support=REFUSED,
+        note="MLX quantised weights (U32 with scales and biases) are not supported",
+    ),
+    Family(
+        "gptq-awq",
+        _any(r"\.(qweight|qzeros)$"),
+        support=REFUSED,
+        note="GPTQ and AWQ weights (qweight, qzeros) are not supported",
+    ),
+    Family(
         "deepseek-v4.1",
         lambda names, raw: _is_v4(names, raw) and any(".markov_head.embed." in name for name in names),
         V4_HEADS + V4_BACKBONE,
