@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, math, scf  # noqa: F401 (registers the d
 from jaxlib.triton import dialect
 
 from .compile import lowering
-from .triton_memory import Buffer, KernelFault
+from .triton_memory import Buffer, KernelFault, UnsupportedKernel
 
 TARGET = "__gpu$xla.gpu.triton"
 TYPES = {
@@ -172,7 +172,7 @@ class Machine:
         if name == "scf.for":
             low, high, by = (np.unique(x.data) for x in xs[:3])
             if low.size * high.size * by.size != 1:
-                raise NotImplementedError("scf.for whose bounds differ between programs")
+                raise UnsupportedKernel("scf.for whose bounds differ between programs")
             carried = xs[3:]
             for i in range(int(low[0]), int(high[0]), int(by[0])):
                 carried = self.run(op.regions[0].blocks[0], [Value(low.dtype.type(i)), *carried])
@@ -253,7 +253,7 @@ class Machine:
         symbol = ir.StringAttr(given["symbol"]).value if name == "tt.extern_elementwise" else name
         plain = re.fullmatch(r"(?:__nv_(?:fast_)?f?|math\.f?|arith\.)(abs|log1p|log|exp|sqrt|neg)f?", symbol)
         if not plain:
-            raise NotImplementedError(f"operation {symbol}")
+            raise UnsupportedKernel(f"operation {symbol}")
         return UNARY[plain[1]](np.asarray(xs[0])).astype(dtype)
 
     def load(self, xs: list[Value], shape: tuple[int, ...], dtype: Any) -> Value:
@@ -284,7 +284,7 @@ class Machine:
         """Reduce or scan along an axis with the operation's region."""
         axis = 1 + ir.IntegerAttr(op.attributes["axis"]).value
         if scan and "reverse" in op.attributes and ir.BoolAttr(op.attributes["reverse"]).value:
-            raise NotImplementedError("tt.scan in reverse")
+            raise UnsupportedKernel("tt.scan in reverse")
         parts = [np.moveaxis(np.asarray(x.data), axis, 0) for x in xs]
         marks = [np.moveaxis(np.broadcast_to(x.undefined, np.shape(x.data)), axis, 0) for x in xs]
         n, d = len(parts[0]), 1 if scan else len(parts[0]) // 2

@@ -13,6 +13,10 @@ class KernelFault(Exception):
     """A kernel did what would be undefined, or touch foreign memory, on a GPU."""
 
 
+class UnsupportedKernel(Exception):
+    """A kernel uses what this interpreter does not know; nothing is said about the kernel."""
+
+
 class Buffer:
     """One array of a kernel; operands that alias a result share the buffer.
 
